@@ -1,0 +1,66 @@
+"""How kylin's kernels are compiled, and where the machine code is kept between runs.
+
+numba notices a change of the file that holds a kernel, but not of the files whose functions were inlined into it.
+So the folder of the cache carries a hash of all kernel sources: other sources, other folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import config, njit
+
+logger = logging.getLogger(__name__)
+
+
+def kernel(function: Callable[..., Any], signature: Any = None) -> Any:
+    """Compiles an entry point: without the GIL, without Python's errors, cached on disk.
+
+    With a `signature` it is compiled now, otherwise at its first call.
+    """
+    before = config.CACHE_DIR  # type: ignore[attr-defined]  # set from the environment when numba is loaded
+    config.CACHE_DIR = before or cache_dir()  # type: ignore[attr-defined]
+    try:
+        return njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = before  # type: ignore[attr-defined]  # other users of numba in this process keep their own place
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compiles a helper into each kernel that calls it."""
+    return njit(nogil=True, error_model="numpy", forceinline=True)(function)
+
+
+@cache
+def cache_dir() -> str:
+    """The folder of the compiled kernels; created. `NUMBA_CACHE_DIR`, where set, goes before it.
+
+    In the user's cache directory, or, where that cannot be written, in a temporary one (and the log says so).
+    """
+    name = f"kernels-{_source_hash()}"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "cllm" / name
+    fallback = Path(tempfile.gettempdir()) / f"cllm-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / name
+    for folder in (home, fallback):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return str(folder)
+        except OSError as error:
+            logger.warning("compiled kernels cannot be kept in %s: %s", folder, error)
+    return tempfile.mkdtemp(prefix="cllm-")
+
+
+def _source_hash() -> str:
+    """A hash of every file that a kernel can come from."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
