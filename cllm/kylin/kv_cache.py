@@ -1,0 +1,149 @@
+"""The KV cache: a pool of blocks of 16 positions, and for each slot the list of blocks that it holds.
+
+Blocks carry reference counts, so slots that begin alike share memory. Only a slot's last block is ever
+written, and never while another slot shares it. This module knows no tokens and no requests.
+
+    keys    [layer][block][kv-head][C][16]   a vector lane is a position: scores need no horizontal sums
+    values  [layer][block][kv-head][16][C]   a vector lane is a channel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BackendError
+
+BLOCK = 16  # positions in a block
+
+
+class KVCache:
+    """Room for `num_blocks * 16` tokens over `num_slots` slots.
+
+    Attributes for the kernels: `keys`, `values` (uint16 holding float16 bits, or float32; layout above),
+    `tables` int32[num_slots, blocks a slot], `lengths` int32[num_slots] (tokens held).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_width: int,
+        num_blocks: int,
+        num_slots: int,
+        slot_tokens: int,
+        dtype: str = "f16",
+    ) -> None:
+        element = {"f16": np.uint16, "f32": np.float32}[dtype]
+        pool = (num_layers, num_blocks, num_kv_heads)
+        # Zeroed: what no position has written yet must not be NaN, since masked lanes are multiplied by 0.
+        self.keys = np.zeros((*pool, head_width, BLOCK), element)
+        self.values = np.zeros((*pool, BLOCK, head_width), element)
+        self.tables = np.zeros((num_slots, blocks_for(slot_tokens)), np.int32)
+        self.lengths = np.zeros(num_slots, np.int32)
+        self._references = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used first
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def extend(self, num_new: Mapping[int, int]) -> None:
+        """Makes room for `num_new[slot]` more tokens in each slot and counts them as held.
+
+        Raises `BackendError`, and changes nothing, where the pool or a slot's table is too small.
+        """
+        needed = {slot: self._blocks_to_take(slot, count) for slot, count in num_new.items()}
+        if sum(map(len, needed.values())) > len(self._free):
+            raise BackendError(
+                f"KV cache full: {sum(map(len, needed.values()))} blocks of {BLOCK} tokens needed, "
+                f"{len(self._free)} free",
+                nothing_changed=True,
+            )
+        for slot, places in needed.items():
+            for place in places:
+                self._replace(slot, place)
+            self.lengths[slot] += num_new[slot]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """`target`, which must be empty, begins as the first `length` tokens of `source`, sharing its blocks.
+
+        `length` is a multiple of 16: only whole blocks are shared.
+        """
+        if self.lengths[target] or length % BLOCK or not 0 <= length <= self.lengths[source]:
+            raise BackendError(
+                f"cannot copy {length} tokens of slot {source} ({self.lengths[source]} tokens) "
+                f"to slot {target} ({self.lengths[target]} tokens)"
+            )
+        shared = self.tables[source, : length // BLOCK]
+        self._references[shared] += 1
+        self.tables[target, : length // BLOCK] = shared
+        self.lengths[target] = length
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Drops the tokens of `slot` from `length` on."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise BackendError(f"cannot truncate slot {slot} of {self.lengths[slot]} tokens to {length}")
+        for place in range(blocks_for(length), blocks_for(int(self.lengths[slot]))):
+            self._release(int(self.tables[slot, place]))
+        self.lengths[slot] = length
+
+    def free(self, slot: int) -> None:
+        """Empties `slot`."""
+        self.truncate(slot, 0)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block is either free or held exactly as often as counted."""
+        held = np.zeros_like(self._references)
+        for slot, length in enumerate(self.lengths):
+            np.add.at(held, self.tables[slot, : blocks_for(int(length))], 1)
+        assert (held == self._references).all(), "reference counts differ from the tables"
+        assert sorted(self._free) == np.flatnonzero(held == 0).tolist(), "free list differs from the tables"
+
+    def _blocks_to_take(self, slot: int, count: int) -> list[int]:
+        """The places in the slot's table that need a fresh block before `count` tokens are written."""
+        length = int(self.lengths[slot])
+        if length + count > self.tables.shape[1] * BLOCK:
+            raise BackendError(f"slot {slot} cannot hold {length + count} tokens", nothing_changed=True)
+        places = list(range(blocks_for(length), blocks_for(length + count)))
+        partly_filled = length % BLOCK and count
+        if partly_filled and self._references[self.tables[slot, length // BLOCK]] > 1:
+            places.insert(0, length // BLOCK)  # shared: to be copied before it is written
+        return places
+
+    def _replace(self, slot: int, place: int) -> None:
+        """Puts a fresh block at `place`; where a shared one stood there, its content is copied."""
+        block = self._free.pop()
+        self._references[block] = 1
+        if place < blocks_for(int(self.lengths[slot])):
+            old = self.tables[slot, place]
+            self.keys[:, block] = self.keys[:, old]
+            self.values[:, block] = self.values[:, old]
+            self._release(int(old))
+        self.tables[slot, place] = block
+
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free.append(block)
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK)
+
+
+def block_bytes(num_layers: int, num_kv_heads: int, head_width: int, dtype: str) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * num_layers * num_kv_heads * head_width * BLOCK * {"f16": 2, "f32": 4}[dtype]
+
+
+def to_stored(x: NDArray[np.float32], like: NDArray[np.generic]) -> NDArray[np.generic]:
+    """x as the cache stores it: float16 bits in uint16, rounded to nearest even, or float32 as it is."""
+    if like.dtype == np.float32:
+        return x
+    with np.errstate(over="ignore"):  # past 65504 keys and values become infinite, as float16 has it
+        return x.astype(np.float16).view(np.uint16)

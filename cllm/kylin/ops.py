@@ -1,0 +1,105 @@
+"""The operations of a step that are not matrix products, as plain numba kernels over a range of rows.
+
+Law 1 holds here by construction: each row is computed alone, sums run over 16 fixed lanes that are added in a
+fixed tree, and the exponential is a polynomial of fixed operations, so the bits depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .jit import kernel
+
+LANES = 16
+_LOG2_E = np.float32(1.4426950408889634)
+# ln 2 in two parts: the first has so few bits that n * _LN2_HIGH is exact (Cody and Waite).
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_TO_NEAREST = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds a small float to an integer, ties to even
+_EXP_MIN, _EXP_MAX = np.float32(-87.0), np.float32(88.0)
+
+
+@kernel
+def exp32(x):  # type: ignore[no-untyped-def]
+    """e^x in float32, relative error below 2e-7; 0 below -87, never infinite (x is capped at 88); NaN stays NaN."""
+    small = x < _EXP_MIN
+    x = min(max(x, _EXP_MIN), _EXP_MAX) if x == x else x
+    shifted = x * _LOG2_E + _TO_NEAREST
+    n = shifted - _TO_NEAREST
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)  # Cephes expf's minimax polynomial for e^r on |r| <= ln(2)/2
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    # The low bits of `shifted` are n: shifted into the exponent they make 2^n.
+    exponent = (np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23)
+    power = np.int32(exponent).view(np.float32)
+    return np.float32(0) if small else p * power
+
+
+@kernel
+def sum_lanes(lanes):  # type: ignore[no-untyped-def]
+    """The sum of float32[16], added in halves: the one reduction tree of all float sums over lanes."""
+    for i in range(8):
+        lanes[i] += lanes[i + 8]
+    for i in range(4):
+        lanes[i] += lanes[i + 4]
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
+
+
+@kernel
+def rms_norm(x, weight, eps, out, begin, end):  # type: ignore[no-untyped-def]
+    """out[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight for rows begin <= i < end of float32[N, D]."""
+    width = x.shape[1]
+    lanes = np.empty(LANES, np.float32)
+    for row in range(begin, end):
+        lanes[:] = np.float32(0)
+        for start in range(0, width - LANES + 1, LANES):
+            for lane in range(LANES):
+                value = x[row, start + lane]
+                lanes[lane] += value * value
+        for column in range(width - width % LANES, width):
+            value = x[row, column]
+            lanes[column % LANES] += value * value
+        mean = sum_lanes(lanes) / np.float32(width)
+        scale = np.float32(1) / np.sqrt(mean + eps)
+        for column in range(width):
+            out[row, column] = x[row, column] * scale * weight[column]
+
+
+@kernel
+def rope_halves(x, positions, cos, sin, begin, end):  # type: ignore[no-untyped-def]
+    """Turns the pairs (i, i + C/2) of x [T, H, C] in place by the angles of its positions; cos, sin [P, C/2]."""
+    half = cos.shape[1]
+    for token in range(begin, end):
+        at = positions[token]
+        for head in range(x.shape[1]):
+            for i in range(half):
+                a, b = x[token, head, i], x[token, head, i + half]
+                x[token, head, i] = a * cos[at, i] - b * sin[at, i]
+                x[token, head, i + half] = a * sin[at, i] + b * cos[at, i]
+
+
+@kernel
+def rope_neighbours(x, positions, cos, sin, begin, end):  # type: ignore[no-untyped-def]
+    """As `rope_halves`, with the pairs (2i, 2i + 1)."""
+    for token in range(begin, end):
+        at = positions[token]
+        for head in range(x.shape[1]):
+            for i in range(cos.shape[1]):
+                a, b = x[token, head, 2 * i], x[token, head, 2 * i + 1]
+                x[token, head, 2 * i] = a * cos[at, i] - b * sin[at, i]
+                x[token, head, 2 * i + 1] = a * sin[at, i] + b * cos[at, i]
+
+
+@kernel
+def silu_mul(gate, up, begin, end):  # type: ignore[no-untyped-def]
+    """gate = gate * sigmoid(gate) * up in place, for rows begin <= i < end of float32[T, F]."""
+    for row in range(begin, end):
+        for i in range(gate.shape[1]):
+            value = gate[row, i]
+            small = exp32(-abs(value))
+            sigmoid = (np.float32(1) if value >= 0 else small) / (np.float32(1) + small)
+            gate[row, i] = value * sigmoid * up[row, i]
