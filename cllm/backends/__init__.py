@@ -1,0 +1,25 @@
+"""The backends: one contract (`base.py`), its implementations, and the one function that loads them."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..kylin.gguf import read_gguf
+from ..tokenizer import Tokenizer, make_tokenizer
+from .base import Backend
+
+
+def load_backend(config: EngineConfig) -> tuple[Backend, Tokenizer]:
+    """The model that `config` names and the tokenizer of its file. Raises `ConfigError` or `ModelFileError`."""
+    # Imported here so that `import cllm` loads no numba.
+    if config.backend == "mock":
+        from .mock import load_mock
+
+        return load_mock(config)
+    if config.backend == "llama":
+        from .llama import load_llama
+
+        return load_llama(config)
+    from .kylin import load_kylin
+
+    file = read_gguf(config.model)
+    return load_kylin(file, config), make_tokenizer(file.metadata)

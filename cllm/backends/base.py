@@ -1,0 +1,152 @@
+"""The contract of a backend, written once. It knows slots and token ids, never requests, text or sampling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import Batch
+from ..errors import BackendError
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What the layers above need to know of a loaded model."""
+
+    architecture: str
+    vocab_size: int
+    trained_context: int  # tokens
+    context_length: int  # tokens that one sequence may have, prompt and output
+    num_slots: int
+    kv_capacity: int  # tokens that the KV cache holds over all slots
+    kv_block: int  # shared lengths round down to a multiple of it, a slot's use rounds up
+    max_num_batched_tokens: int  # tokens of one step that the scheduler plans
+    max_logit_rows: int  # rows of logits a step
+    can_truncate: bool  # False for recurrent or windowed models
+    description: str  # for people: kernels, threads, memory
+
+
+class Step(Protocol):
+    """One launched batch."""
+
+    def logits(self) -> Floats:
+        """Waits; float32[len(logit_rows), vocab_size], valid until the next launch. May raise `BackendError`."""
+
+
+class Backend(ABC):
+    """One model with its KV cache. Not thread-safe: one thread owns it.
+
+    A *slot* is one sequence's place in the KV cache. `launch` checks the batch and starts the work where that
+    returns at once; otherwise `Step.logits()` does it. Errors may come from either. After a failed step the
+    slots of its batch are undefined and every other slot is as it was; a `BackendError` whose
+    `nothing_changed` is True (a refused batch, a full KV cache) left all of them as they were.
+    """
+
+    info: BackendInfo
+
+    @abstractmethod
+    def launch(self, batch: Batch) -> Step:
+        """Starts one step. Positions of each slot must continue where it stands."""
+
+    @abstractmethod
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Slot `target`, which is empty, begins as the first `length` tokens of `source`, sharing memory."""
+
+    @abstractmethod
+    def truncate(self, slot: int, length: int) -> None:
+        """Drops the tokens of `slot` from `length` on."""
+
+    def free(self, slot: int) -> None:
+        """Empties `slot`."""
+        self.truncate(slot, 0)
+
+    def warm_up(self) -> None:  # noqa: B027  most backends have nothing to prepare
+        """Prepares what the first step would otherwise wait for (compilation)."""
+
+    def close(self) -> None:  # noqa: B027
+        """Gives memory and threads back. Nothing may be called afterwards."""
+
+
+def count_new_tokens(
+    batch: Batch, lengths: Sequence[int] | NDArray[np.int32], info: BackendInfo
+) -> dict[int, int]:
+    """{slot: tokens that the batch adds}, after checking the batch against the slots' `lengths`.
+
+    Raises `BackendError`, before anything has changed, where a slot or token id does not exist, positions do
+    not continue where their slot stands, or a row of logits does not exist.
+    """
+    expected: dict[int, int] = {}
+    for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
+        if not 0 <= slot < info.num_slots:
+            raise BackendError(
+                f"slot {slot} does not exist: there are {info.num_slots}", nothing_changed=True
+            )
+        due = expected.get(slot)
+        if due is None:
+            due = int(lengths[slot])
+        if position != due:
+            raise BackendError(
+                f"slot {slot} stands at position {due}, the batch continues at {position}",
+                nothing_changed=True,
+            )
+        expected[slot] = due + 1
+    ids, rows = batch.token_ids, batch.logit_rows
+    if len(ids) and not (ids.min() >= 0 and ids.max() < info.vocab_size):
+        raise BackendError(f"a token id is outside the vocabulary of {info.vocab_size}", nothing_changed=True)
+    if len(rows) > info.max_logit_rows or (len(rows) and not (rows.min() >= 0 and rows.max() < len(ids))):
+        raise BackendError("a row of logits is asked for that does not exist", nothing_changed=True)
+    return {slot: end - int(lengths[slot]) for slot, end in expected.items()}
+
+
+class HistoryBackend(Backend):
+    """A backend that keeps only each slot's token ids and computes logits from them anew: slow and simple."""
+
+    def __init__(self, info: BackendInfo) -> None:
+        self.info = info
+        self.histories: list[list[int]] = [[] for _ in range(info.num_slots)]
+
+    @abstractmethod
+    def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
+        """Logits float32[len(positions), vocab_size] after each of `positions` of one sequence."""
+
+    def launch(self, batch: Batch) -> Step:
+        new = count_new_tokens(batch, [len(history) for history in self.histories], self.info)
+        block = self.info.kv_block
+        used = sum(-(-(len(h) + new.get(slot, 0)) // block) * block for slot, h in enumerate(self.histories))
+        if used > self.info.kv_capacity:
+            raise BackendError(
+                f"KV cache full: {used} of {self.info.kv_capacity} tokens", nothing_changed=True
+            )
+        for slot, token_id in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
+            self.histories[slot].append(token_id)
+        return _HistoryStep(self, batch)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        if self.histories[target] or length > len(self.histories[source]):
+            raise BackendError(f"cannot copy {length} tokens of slot {source} to slot {target}")
+        self.histories[target] = self.histories[source][:length]
+
+    def truncate(self, slot: int, length: int) -> None:
+        del self.histories[slot][length:]
+
+
+@dataclass(slots=True)
+class _HistoryStep:
+    backend: HistoryBackend
+    batch: Batch
+
+    def logits(self) -> Floats:
+        batch, backend = self.batch, self.backend
+        out = np.empty((len(batch.logit_rows), backend.info.vocab_size), np.float32)
+        slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
+        for slot in np.unique(slots).tolist():
+            mine = slots == slot
+            out[mine] = backend.history_logits(backend.histories[slot], positions[mine].tolist())
+        return out

@@ -1,0 +1,130 @@
+"""A backend without a model, for tests of everything above it: answers that can be predicted, faults on demand.
+
+It is public: users test their own programs with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..batch import Batch
+from ..config import EngineConfig
+from ..errors import BackendError
+from ..tokenizer import BYTE_OF_CHAR, Tokenizer, load_tokenizer, make_tokenizer
+from .base import BackendInfo, Floats, HistoryBackend, Step
+
+
+def load_mock(config: EngineConfig, script: MockScript | None = None) -> tuple[MockBackend, Tokenizer]:
+    """A mock with the tokenizer of `config.model`, or with a byte vocabulary where that is "demo"."""
+    is_bare = config.model == "demo"
+    tokenizer = make_tokenizer(byte_vocabulary()) if is_bare else load_tokenizer(config.model)
+    context = config.context_length or 4096
+    info = BackendInfo(
+        architecture="mock",
+        vocab_size=tokenizer.vocab_size,
+        trained_context=context,
+        context_length=context,
+        num_slots=config.max_num_seqs,
+        kv_capacity=config.kv_cache_tokens or context * config.max_num_seqs,
+        kv_block=1,
+        max_num_batched_tokens=config.batched_tokens(),
+        max_logit_rows=max(64, config.max_num_seqs),
+        can_truncate=True,
+        description="mock",
+    )
+    return MockBackend(info, script), tokenizer
+
+
+def byte_vocabulary() -> dict[str, Any]:
+    """GGUF metadata of a tokenizer with one token a byte, `<|im_start|>`, `<|im_end|>` and `<|endoftext|>`."""
+    tokens = sorted(BYTE_OF_CHAR, key=BYTE_OF_CHAR.__getitem__)  # the character of each byte
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens + specials,
+        "tokenizer.ggml.token_type": np.array([1] * 256 + [3] * 3, np.int32),
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": 258,
+    }
+
+
+@dataclass
+class MockScript:
+    """What happens in which step; steps are counted from 0.
+
+    `failures`: steps whose `logits()` raise. `refusals`: steps whose launch is refused. `nans`: steps that
+    return NaN. `delays`: seconds that a step takes longer; `delay` is for every step. `tokens`: what follows a
+    sequence of so many tokens, instead of the token that its history gives.
+    """
+
+    failures: set[int] = field(default_factory=set)
+    refusals: set[int] = field(default_factory=set)
+    nans: set[int] = field(default_factory=set)
+    delays: Mapping[int, float] = field(default_factory=dict)
+    delay: float = 0.0
+    tokens: Mapping[int, int] = field(default_factory=dict)
+
+
+class MockBackend(HistoryBackend):
+    """Logits are a pure function of the token ids of a slot, so equal histories give equal answers.
+
+    After each history one token, `next_token(history)`, is far likelier than the others.
+    """
+
+    def __init__(self, info: BackendInfo, script: MockScript | None = None) -> None:
+        super().__init__(info)
+        self.script = script or MockScript()
+        self.num_steps = 0
+        # A few fixed rows of noise: cheap, and enough for sampling at a temperature to have choices.
+        self._noise = np.random.default_rng(0).random((16, info.vocab_size), np.float32)
+
+    def next_token(self, history: list[int]) -> int:
+        """The likeliest token after `history`."""
+        scripted = self.script.tokens.get(len(history))
+        return self._mix(history) % self.info.vocab_size if scripted is None else scripted
+
+    @staticmethod
+    def _mix(history: list[int]) -> int:
+        # FNV-1a over the last tokens and the length: depends on all that matters, costs the same at any length.
+        value = 2166136261 ^ len(history)
+        for token_id in history[-8:]:
+            value = ((value ^ token_id) * 16777619) & 0xFFFFFFFF
+        return value >> 7
+
+    def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
+        rows = np.empty((len(positions), self.info.vocab_size), np.float32)
+        for row, position in zip(rows, positions, strict=True):
+            history = token_ids[: position + 1]
+            row[:] = self._noise[self._mix(history) % len(self._noise)]
+            row[self.next_token(history)] += 8
+        return rows
+
+    def launch(self, batch: Batch) -> Step:
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        if number in self.script.refusals:
+            raise BackendError(f"scripted refusal of step {number}", nothing_changed=True)
+        return _MockStep(super().launch(batch), self.script, number)
+
+
+@dataclass(slots=True)
+class _MockStep:
+    step: Step
+    script: MockScript
+    number: int
+
+    def logits(self) -> Floats:
+        delay = self.script.delay + self.script.delays.get(self.number, 0.0)
+        if delay:
+            time.sleep(delay)
+        if self.number in self.script.failures:
+            raise BackendError(f"scripted failure of step {self.number}")
+        logits = self.step.logits()
+        if self.number in self.script.nans:
+            logits[:] = np.nan
+        return logits

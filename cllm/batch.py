@@ -1,0 +1,57 @@
+"""The arrays of one step, built from the scheduler's plan. It knows no model and makes no decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .scheduler import Plan
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Flat int32 arrays, one entry a token. It maps one to one to a `llama_batch`."""
+
+    token_ids: Ids  # [T]
+    positions: Ids  # [T]
+    slots: Ids  # [T]
+    logit_rows: Ids  # [R], the entries whose logits are wanted
+
+
+class BatchManager:
+    """Fills the same arrays again for each step; a batch is valid until the next `build`."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._arrays = np.zeros((4, max_num_batched_tokens), np.int32)
+
+    def build(self, plan: Plan) -> Batch:
+        """The batch of `plan`, its chunks in order, each chunk's tokens in order."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        for sequence, count, num_rows in plan.chunks:
+            start = sequence.num_computed
+            if count == 1:
+                token_ids.append(sequence.token_ids[start])
+                positions.append(start)
+                slots.append(sequence.slot)  # type: ignore[arg-type]  # a planned sequence has a slot
+            else:
+                token_ids += sequence.token_ids[start : start + count]
+                positions += range(start, start + count)
+                slots += [sequence.slot] * count  # type: ignore[list-item]
+            if num_rows == 1:
+                logit_rows.append(len(token_ids) - 1)
+            elif num_rows:
+                logit_rows += range(len(token_ids) - num_rows, len(token_ids))
+        return Batch(*map(self._fill, self._arrays, (token_ids, positions, slots, logit_rows)))
+
+    @staticmethod
+    def _fill(array: Ids, values: list[int]) -> Ids:
+        filled = array[: len(values)]
+        filled[:] = values
+        return filled

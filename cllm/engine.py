@@ -1,0 +1,129 @@
+"""The engine: one thread that owns an executor, and the queue through which requests and cancellations reach it.
+
+Callers never touch the executor. The thread sleeps on a condition while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .errors import BackendError, QueueFullError
+from .executor import Executor
+from .sequence import Request, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests until `close()`. All methods may be called from any thread."""
+
+    def __init__(self, executor: Executor, *, max_queue: int) -> None:
+        self._executor = executor
+        self._max_queue = max_queue
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._open: dict[str, Request] = {}  # every request that has not been delivered whole
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queues the requests. Raises `QueueFullError` where too many wait, `BackendError` after the engine died."""
+        requests = list(requests)
+        with self._wake:
+            self._check_alive()
+            waiting = len(self._executor.scheduler.waiting) + len(self._inbox)
+            if waiting + len(requests) > self._max_queue:
+                raise QueueFullError(f"{waiting} requests wait already; the limit is {self._max_queue}")
+            for request in requests:
+                self._open[request.request_id] = request
+                self._inbox.append(lambda request=request: self._add(request))  # type: ignore[misc]
+            self._wake.notify()
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends the requests with finish_reason "abort"; ids that are unknown or finished are ignored."""
+        request_ids = list(request_ids)
+        with self._wake:
+            self._inbox.append(lambda: self._abort(request_ids))
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Aborts what runs, ends the thread and closes the backend. May be called twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What killed the engine, or None."""
+        return self._error
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise BackendError(f"the engine died: {self._error}") from self._error
+        if self._closing:
+            raise BackendError("the engine is closed")
+
+    # Everything below runs on the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                self._deliver(self._executor.step())
+            self._abort(list(self._open))
+        except BaseException as error:  # a bug: nobody may be left waiting
+            logger.exception("the engine died")
+            with self._wake:
+                self._error = error
+            for request in list(self._open.values()):
+                for sequence in request.sequences:
+                    sequence.fail(BackendError(f"the engine died: {error}"))
+                self._deliver(request.sequences)
+        finally:
+            self._executor.backend.close()
+
+    def _receive(self) -> bool:
+        """Takes in what has arrived, after waiting where there is nothing to run; False when closing."""
+        with self._wake:
+            while not (self._inbox or self._executor.scheduler.has_work or self._closing):
+                self._wake.wait()
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        return not self._closing
+
+    def _add(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._executor.scheduler.add(sequence)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            request = self._open.get(request_id)
+            if request is None:
+                continue
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.finish("abort")
+                    self._executor.scheduler.retire(sequence)
+            self._executor.free_released()
+            self._deliver(request.sequences)
+
+    def _deliver(self, touched: list[Sequence]) -> None:
+        """Hands over what a step brought, once for each receiver."""
+        updates: defaultdict[Callable[[list[Any]], None], list[Any]] = defaultdict(list)
+        for sequence in touched:
+            request = sequence.request
+            if request.streaming:
+                updates[request.deliver].append(sequence.take_piece())
+            ended = request.finished and self._open.pop(request.request_id, None) is not None
+            if ended and not request.streaming:
+                updates[request.deliver].append(request.output())
+        for deliver, values in updates.items():
+            deliver(values)

@@ -1,0 +1,72 @@
+"""One step: schedule, build, launch, sample, commit. It owns the circle and nothing that stands on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from .backends.base import Backend, Floats
+from .batch import BatchManager
+from .errors import BackendError
+from .sampler import sample_rows, top_logprobs
+from .scheduler import Plan, Scheduler
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Executor:
+    """Runs the sequences given to `scheduler.add` on one backend. Not thread-safe: one thread owns it."""
+
+    def __init__(self, backend: Backend, scheduler: Scheduler, batches: BatchManager) -> None:
+        self.backend, self.scheduler, self.batches = backend, scheduler, batches
+
+    def step(self) -> list[Sequence]:
+        """Computes one step; returns the sequences that gained a token or ended in it."""
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return []
+        batch = self.batches.build(plan)
+        try:
+            logits = self.backend.launch(batch).logits()
+        except Exception as error:
+            return self._recover(plan, error)
+        if plan.scores:
+            logits = self._score(plan, logits)
+        samples = sample_rows(logits, [sequence.sampler for sequence in plan.sampled])
+        touched = self.scheduler.commit(plan, samples, time.perf_counter())
+        self.free_released()
+        return touched
+
+    @staticmethod
+    def _score(plan: Plan, logits: Floats) -> Floats:
+        """Gives prompts the log-probabilities of their tokens; returns the rows to sample from."""
+        sampled_rows, end = [], 0
+        for sequence, _, num_rows in plan.chunks:
+            end += num_rows
+            request = sequence.request
+            if sequence.wants_prompt_logprobs:
+                rows = logits[end - num_rows : end]
+                scored = sequence.token_ids[request.num_scored : sequence.num_prompt]
+                for row, token_id in zip(rows, scored, strict=False):  # a last row samples and scores nothing
+                    top = top_logprobs(row, request.params.prompt_logprobs or 0, token_id)
+                    request.prompt_logprobs.append(sequence.named(top))
+            if sequence in plan.sampled:
+                sampled_rows.append(end - 1)
+        return logits[sampled_rows]
+
+    def free_released(self) -> None:
+        """Frees the slots of sequences that ended."""
+        for slot in self.scheduler.take_released():
+            self.backend.free(slot)
+
+    def _recover(self, plan: Plan, error: Exception) -> list[Sequence]:
+        """After a failed step its sequences run one by one; only one that fails again, alone, ends."""
+        nothing_changed = isinstance(error, BackendError) and error.nothing_changed
+        failed = self.scheduler.suspect(plan, nothing_changed=nothing_changed)
+        logger.warning("step of %d sequences failed: %s", len(plan.chunks), error, exc_info=error)
+        for sequence in failed:
+            sequence.fail(error)
+            self.scheduler.retire(sequence)
+        self.free_released()
+        return failed

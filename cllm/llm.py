@@ -1,0 +1,272 @@
+"""`LLM`: the front door. Loads a model, turns prompts into requests and waits for their answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, cast
+
+from .answer_text import AnswerText
+from .backends import load_backend
+from .batch import BatchManager
+from .chat import ChatPrompt, ChatTemplate
+from .config import EngineConfig, make_config
+from .engine import Engine
+from .errors import ContextLengthError, InvalidRequestError
+from .executor import Executor
+from .outputs import RequestOutput, StreamPiece
+from .params import SamplingParams
+from .reasoning import ReasoningSplitter
+from .sampler import TokenSampler
+from .scheduler import Scheduler
+from .sequence import Request
+from .sequence import Sequence as Answer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model.
+
+    `LLM(model, backend=, **config)` takes the fields of `EngineConfig`; a whole `EngineConfig` may stand in
+    their place. Safe to use from many threads; also a context manager. Raises `ConfigError` for settings,
+    `ModelFileError` for the file.
+    """
+
+    def __init__(self, model: str | EngineConfig = "demo", **config: Any) -> None:
+        self.config = model if isinstance(model, EngineConfig) else make_config({"model": model, **config})
+        backend_, self.tokenizer = load_backend(self.config)
+        self.info = info = backend_.info
+        backend_.warm_up()
+        self._scheduler = Scheduler(
+            num_slots=info.num_slots,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_logit_rows=info.max_logit_rows,
+            kv_capacity=info.kv_capacity,
+            kv_block=info.kv_block,
+        )
+        batches = BatchManager(info.max_num_batched_tokens)
+        executor = Executor(backend_, self._scheduler, batches)
+        self._engine = Engine(executor, max_queue=self.config.max_queue)
+        self._template = ChatTemplate(self.tokenizer)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers each prompt, a text or a list of token ids; one output a prompt, in order.
+
+        `sampling_params`: one for all prompts, or one for each. A prompt that is wrong from the start raises
+        `InvalidRequestError` (which names its index) before any work; one that fails later has
+        `finish_reason` "error" and its `error`.
+        """
+        return self._answer(_as_list(prompts), sampling_params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or several, rendered by the file's own chat template; else as `generate`.
+
+        `messages`: dicts with "role" and "content", as OpenAI's API has them. `chat_template_kwargs`: variables
+        of the template, as `{"enable_thinking": False}` for Qwen3.
+        """
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Messages], messages if many else [messages])
+        prompts = [
+            self.render(one, tools=tools, chat_template_kwargs=chat_template_kwargs) for one in conversations
+        ]
+        return self._answer(prompts, sampling_params)
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """A conversation as a prompt for `stream`: its text and token ids."""
+        return self._template.render(messages, tools=tools, template_kwargs=chat_template_kwargs)
+
+    def stream(
+        self, prompt: Prompt | ChatPrompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamPiece]:
+        """Answers one prompt (or a conversation from `render`) piece by piece; leaving the loop ends the request.
+
+        The request is checked at the call; it is submitted when the first piece is asked for.
+        """
+        inbox: SimpleQueue[list[StreamPiece]] = SimpleQueue()
+        request = self._request(prompt, sampling_params or SamplingParams(), inbox.put, streaming=True)
+        return self._pieces(request, inbox)
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt | ChatPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        """Submits as many requests at once as the queue takes, and waits for all."""
+        inbox: SimpleQueue[list[RequestOutput]] = SimpleQueue()
+        requests = self._requests(prompts, sampling_params or SamplingParams(), inbox.put)
+        outputs: dict[str, RequestOutput] = {}
+        waiting = iter(requests)
+        try:
+            self._engine.submit(itertools.islice(waiting, self.config.max_queue))
+            while len(outputs) < len(requests):
+                finished = inbox.get()
+                outputs.update((output.request_id, output) for output in finished)
+                if more := list(itertools.islice(waiting, len(finished))):
+                    self._engine.submit(more)
+        finally:
+            self._engine.cancel(r.request_id for r in requests if r.request_id not in outputs)
+        return [outputs[request.request_id] for request in requests]
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        deliver: Callable[[list[Any]], None],
+    ) -> list[Request]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts, but {len(each)} sampling_params", field="sampling_params"
+            )
+        requests = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(self._request(prompt, one, deliver))
+            except InvalidRequestError as error:
+                if len(prompts) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+        return requests
+
+    def _pieces(self, request: Request, inbox: SimpleQueue[list[StreamPiece]]) -> Iterator[StreamPiece]:
+        self._engine.submit([request])
+        num_open = len(request.sequences)
+        try:
+            while num_open:
+                for piece in inbox.get():
+                    num_open -= piece.finish_reason is not None
+                    yield piece
+        finally:
+            self._engine.cancel([request.request_id])
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool | None = None) -> list[int]:
+        """Token ids of `text`. add_bos None: the file's own rule."""
+        return self.tokenizer.encode(text, parse_special=parse_special, add_bos=add_bos)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises `InvalidRequestError` for an id outside the vocabulary."""
+        return self.tokenizer.decode(token_ids)
+
+    def close(self) -> None:
+        """Ends what runs and gives the memory back."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
+        deliver: Callable[[list[Any]], None],
+        *,
+        streaming: bool = False,
+    ) -> Request:
+        """A checked request with its sequences."""
+        text, token_ids = self._read_prompt(prompt)
+        self._check_length(len(token_ids))
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            deliver=deliver,
+            streaming=streaming,
+            is_chat=isinstance(prompt, ChatPrompt),
+        )
+        for index in range(params.n):
+            self._sequence(request, index)
+        self._check_room(request.sequences[0])
+        return request
+
+    def _sequence(self, request: Request, index: int) -> Answer:
+        params, tokenizer, prompt_ids = request.params, self.tokenizer, request.prompt_token_ids
+        sampler = TokenSampler(
+            params,
+            prompt_token_ids=prompt_ids,
+            vocab_size=self.info.vocab_size,
+            unused_ids=tokenizer.unused_ids,
+            eog_ids=tokenizer.eog_ids,
+            index=index,
+        )
+        text = AnswerText(
+            tokenizer,
+            stop=params.stop or (),
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            splitter=ReasoningSplitter(tokenizer, prompt_ids) if request.is_chat else None,
+        )
+        room = self.info.context_length - len(prompt_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return Answer(
+            request, index, sampler=sampler, text=text, eog_ids=tokenizer.eog_ids, max_tokens=max_tokens
+        )
+
+    def _read_prompt(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, ChatPrompt):
+            return prompt.text, prompt.token_ids
+        if isinstance(prompt, str):
+            return prompt, self.encode(prompt)
+        try:
+            token_ids = list(prompt)
+        except TypeError:
+            kind = type(prompt).__name__
+            raise InvalidRequestError(
+                f"a prompt is a text or a list of token ids; found {kind}", field="prompt"
+            ) from None
+        self.tokenizer.check_ids(token_ids)
+        return None, [int(token_id) for token_id in token_ids]
+
+    def _check_room(self, sequence: Answer) -> None:
+        need, capacity = self._scheduler.kv_need(sequence), self.info.kv_capacity
+        if need > capacity:
+            raise InvalidRequestError(
+                f"prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.max_tokens}) need {need} tokens "
+                f"of KV cache; it holds {capacity}. Raise kv_cache_tokens or lower max_tokens",
+                field="max_tokens",
+            )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise InvalidRequestError("the prompt is empty: it needs at least one token", field="prompt")
+        if num_tokens >= self.info.context_length:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens; the context holds {self.info.context_length}, and at least one "
+                f"is needed for the answer",
+                num_tokens=num_tokens,
+                limit=self.info.context_length,
+            )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text, or a non-empty list whose first item is an integer, is one."""
+    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,242 @@
+"""One request and its answers while they are being made: their tokens, where they stand, why they ended.
+
+It knows neither the backend nor the scheduler's policy; the tools it needs (sampler, text) are handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput, StreamPiece
+from .params import SamplingParams
+
+
+class TextMaker(Protocol):
+    """Turns the tokens of one answer into text, piece by piece (`cllm.answer_text.AnswerText`)."""
+
+    stop: str | None
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str: ...
+    def flush(self) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def split(self, text: str, start: int) -> tuple[str | None, str]: ...
+
+
+class SampledToken(Protocol):
+    """What a sampler gives (`cllm.sampler.Sampled`)."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> PositionLogprobs | None: ...
+
+
+@dataclass(slots=True)
+class Request:
+    """What was asked. `deliver(updates)` is called from the engine's thread with what a step brought.
+
+    `streaming`: deliver `StreamPiece`s step by step; otherwise one `RequestOutput` at the end.
+    `prompt_logprobs`: filled as the prompt is computed, where `params` ask for it.
+    Times are of `time.perf_counter`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    deliver: Callable[[list[Any]], None]
+    streaming: bool = False
+    is_chat: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=lambda: [None])
+    error: Exception | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens whose log-probability is known, or that have none."""
+        return len(self.prompt_logprobs)
+
+    def output(self) -> RequestOutput:
+        """The state of all answers."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[sequence.output() for sequence in self.sequences],
+            finished=self.finished,
+            metrics=self.sequences[0].metrics(),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            error=self.error,
+        )
+
+
+class Sequence:
+    """One answer to a request.
+
+    `token_ids`: prompt and output. `num_computed`: how many of them the backend has in `slot`.
+    """
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_eog_ids",
+        "_logprobs",
+        "_num_sent",
+        "_pieces",
+        "_text",
+        "finish_reason",
+        "first_token_at",
+        "index",
+        "last_token_at",
+        "max_tokens",
+        "num_computed",
+        "num_prompt",
+        "request",
+        "sampler",
+        "slot",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        sampler: Any,
+        text: TextMaker,
+        eog_ids: frozenset[int],
+        max_tokens: int,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_computed = 0
+        self.slot: int | None = None
+        self.sampler = sampler
+        self.max_tokens = max_tokens
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self._text = text
+        self._eog_ids = frozenset() if request.params.ignore_eos else eog_ids
+        self._pieces: list[str] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._cumulative_logprob = 0.0
+        self._num_sent = (0, 0, 0)  # pieces, characters and tokens already given to `take_piece`
+        request.sequences.append(self)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the backend has still to see."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's own tokens have still to be scored."""
+        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
+        return wanted and self.request.num_scored < self.num_prompt
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def append(self, sampled: SampledToken, now: float) -> None:
+        """Takes one sampled token and finishes the answer where it ends it."""
+        token_id, params = sampled.token_id, self.request.params
+        self.token_ids.append(token_id)
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        if sampled.top is not None and sampled.logprob is not None:
+            self._cumulative_logprob += sampled.logprob
+            self._logprobs.append(self.named(sampled.top))
+        if token_id in self._eog_ids:
+            self.finish("stop")
+        elif params.stop_token_ids and token_id in params.stop_token_ids:
+            if params.include_stop_str_in_output:
+                self._pieces.append(self._text.push(token_id))
+            self.finish("stop", token_id)
+        else:
+            self._pieces.append(self._text.push(token_id, may_stop=self.num_output > params.min_tokens))
+            if self._text.stop is not None:
+                self.finish("stop", self._text.stop)
+            elif self.num_output >= self.max_tokens:
+                self.finish("length")
+
+    def named(self, top: PositionLogprobs) -> PositionLogprobs:
+        """The same log-probabilities with the text of each token."""
+        return {id: entry._replace(decoded_token=self._text.token_text(id)) for id, entry in top.items()}
+
+    def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
+        """Ends the answer; what its text still held back is released."""
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+            self._pieces.append(self._text.flush())
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer with an error, which becomes the request's."""
+        if self.finish_reason is None:
+            self.request.error = error
+            self.finish("error")
+
+    def take_piece(self) -> StreamPiece:
+        """What the answer gained since the last call."""
+        pieces, chars, tokens = self._num_sent
+        text = "".join(self._pieces[pieces:])
+        self._num_sent = (len(self._pieces), chars + len(text), self.num_output)
+        reasoning, content = self._text.split(text, chars) if self.request.is_chat else (None, None)
+        return StreamPiece(
+            request_id=self.request.request_id,
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[self.num_prompt + tokens :],
+            logprobs=self._logprobs[tokens:] if self.request.params.logprobs is not None else None,
+            reasoning=reasoning,
+            content=content,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            metrics=self.metrics() if self.finish_reason else None,
+            error=self.request.error,
+        )
+
+    def output(self) -> CompletionOutput:
+        text, wants_logprobs = self.text, self.request.params.logprobs is not None
+        reasoning, content = self._text.split(text, 0) if self.request.is_chat else (None, None)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[self.num_prompt :],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
+            logprobs=list(self._logprobs) if wants_logprobs else None,
+            reasoning=reasoning,
+            content=content,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        request, first, last = self.request, self.first_token_at, self.last_token_at
+        decode_s = last - first if first is not None and last is not None else 0.0
+        return RequestMetrics(
+            queue_s=None if request.started is None else request.started - request.arrived,
+            time_to_first_token_s=None if first is None else first - request.arrived,
+            decode_tokens_per_s=(self.num_output - 1) / decode_s if decode_s > 0 else None,
+            total_s=time.perf_counter() - request.arrived,
+        )
