@@ -88,6 +88,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text that is settled, the stop string that was completed or None: then the settled text ends before it)."""
+        if not self._held and self._next[0].keys().isdisjoint(text):  # nothing begins here: the usual case
+            return text, None
         buffer = self._held + text
         for at in range(len(self._held), len(buffer)):
             self._state = self._step(self._state, buffer[at])

@@ -34,24 +34,20 @@ class BatchManager:
         positions: list[int] = []
         slots: list[int] = []
         logit_rows: list[int] = []
-        for sequence, count, num_rows in plan.chunks:
+        for sequence, num_tokens, num_rows in plan.chunks:
             start = sequence.num_computed
-            if count == 1:
+            if num_tokens == 1:
                 token_ids.append(sequence.token_ids[start])
                 positions.append(start)
                 slots.append(sequence.slot)  # type: ignore[arg-type]  # a planned sequence has a slot
             else:
-                token_ids += sequence.token_ids[start : start + count]
-                positions += range(start, start + count)
-                slots += [sequence.slot] * count  # type: ignore[list-item]
-            if num_rows == 1:
-                logit_rows.append(len(token_ids) - 1)
-            elif num_rows:
+                token_ids += sequence.token_ids[start : start + num_tokens]
+                positions += range(start, start + num_tokens)
+                slots += [sequence.slot] * num_tokens  # type: ignore[list-item]
+            if num_rows:
                 logit_rows += range(len(token_ids) - num_rows, len(token_ids))
-        return Batch(*map(self._fill, self._arrays, (token_ids, positions, slots, logit_rows)))
-
-    @staticmethod
-    def _fill(array: Ids, values: list[int]) -> Ids:
-        filled = array[: len(values)]
-        filled[:] = values
-        return filled
+        end = len(token_ids)
+        self._arrays[:3, :end] = (token_ids, positions, slots)
+        self._arrays[3, : len(logit_rows)] = logit_rows
+        ids, places, owners, rows = self._arrays
+        return Batch(ids[:end], places[:end], owners[:end], rows[: len(logit_rows)])

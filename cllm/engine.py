@@ -5,8 +5,10 @@ Callers never touch the executor. The thread sleeps on a condition while there i
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,6 +29,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._open: dict[str, Request] = {}  # every request that has not been delivered whole
+        self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
@@ -75,6 +78,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._receive():
+                self._expire(time.perf_counter())
                 self._deliver(self._executor.step())
             self._abort(list(self._open))
         except BaseException as error:  # a bug: nobody may be left waiting
@@ -99,18 +103,25 @@ class Engine:
             command()
         return not self._closing
 
+    def _expire(self, now: float) -> None:
+        """Ends the requests whose deadline has passed, in the queue or running."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._abort([heapq.heappop(self._deadlines)[1]], "deadline")
+
     def _add(self, request: Request) -> None:
+        if request.params.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.arrived + request.params.deadline_s, request.request_id))
         for sequence in request.sequences:
             self._executor.scheduler.add(sequence)
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _abort(self, request_ids: list[str], reason: str | None = None) -> None:
         for request_id in request_ids:
             request = self._open.get(request_id)
             if request is None:
                 continue
             for sequence in request.sequences:
                 if sequence.finish_reason is None:
-                    sequence.finish("abort")
+                    sequence.finish("abort", reason)
                     self._executor.scheduler.retire(sequence)
             self._executor.free_released()
             self._deliver(request.sequences)

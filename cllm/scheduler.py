@@ -1,12 +1,13 @@
 """Which sequences take part in the next step, and with how many tokens. Policy over counts: no arrays, no model.
 
-First in, first out: a sequence is admitted when a slot is free and its whole length (prompt and `max_tokens`)
-fits the KV cache beside the others, so nothing that runs is ever pushed out.
+First in, first out within a priority: a sequence is admitted when a slot is free and its whole length (prompt
+and `max_tokens`) fits the KV cache beside the others, so nothing that runs is ever pushed out.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Scheduler:
         kv_capacity: int,
         kv_block: int,
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.kv_capacity = kv_capacity
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -68,7 +69,7 @@ class Scheduler:
         return -(-(sequence.num_prompt + sequence.max_tokens) // self._kv_block) * self._kv_block
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda other: other.request.params.priority)
 
     def schedule(self) -> Plan:
         """The next step. Running sequences come first, then waiting ones as far as the token budget goes."""
@@ -152,8 +153,9 @@ class Scheduler:
             return
         room = self.kv_capacity - self._reserved()
         while self.waiting and self._free_slots and self.kv_need(self.waiting[0]) <= room:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop(0)
             sequence.slot = self._free_slots.pop()
+            sequence.request.started = sequence.request.started or time.perf_counter()
             self.running.append(sequence)
             room -= self.kv_need(sequence)
 

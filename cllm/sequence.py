@@ -89,6 +89,7 @@ class Sequence:
 
     __slots__ = (
         "_cumulative_logprob",
+        "_end_ids",
         "_eog_ids",
         "_logprobs",
         "_num_sent",
@@ -132,6 +133,7 @@ class Sequence:
         self.last_token_at: float | None = None
         self._text = text
         self._eog_ids = frozenset() if request.params.ignore_eos else eog_ids
+        self._end_ids = self._eog_ids | frozenset(request.params.stop_token_ids or ())
         self._pieces: list[str] = []
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
@@ -159,26 +161,35 @@ class Sequence:
 
     def append(self, sampled: SampledToken, now: float) -> None:
         """Takes one sampled token and finishes the answer where it ends it."""
-        token_id, params = sampled.token_id, self.request.params
+        token_id = sampled.token_id
         self.token_ids.append(token_id)
-        if self.first_token_at is None:
-            self.first_token_at = now
+        num_output = len(self.token_ids) - self.num_prompt
         self.last_token_at = now
+        if num_output == 1:
+            self.first_token_at = now
         if sampled.top is not None and sampled.logprob is not None:
             self._cumulative_logprob += sampled.logprob
             self._logprobs.append(self.named(sampled.top))
+        if token_id in self._end_ids:
+            self._end_at(token_id)
+            return
+        text = self._text
+        piece = text.push(token_id, may_stop=num_output > self.request.params.min_tokens)
+        if piece:
+            self._pieces.append(piece)
+        if text.stop is not None:
+            self.finish("stop", text.stop)
+        elif num_output >= self.max_tokens:
+            self.finish("length")
+
+    def _end_at(self, token_id: int) -> None:
+        """The answer ends with this token: the model's own end, or one of `stop_token_ids`."""
         if token_id in self._eog_ids:
             self.finish("stop")
-        elif params.stop_token_ids and token_id in params.stop_token_ids:
-            if params.include_stop_str_in_output:
-                self._pieces.append(self._text.push(token_id))
-            self.finish("stop", token_id)
-        else:
-            self._pieces.append(self._text.push(token_id, may_stop=self.num_output > params.min_tokens))
-            if self._text.stop is not None:
-                self.finish("stop", self._text.stop)
-            elif self.num_output >= self.max_tokens:
-                self.finish("length")
+            return
+        if self.request.params.include_stop_str_in_output:
+            self._pieces.append(self._text.push(token_id))
+        self.finish("stop", token_id)
 
     def named(self, top: PositionLogprobs) -> PositionLogprobs:
         """The same log-probabilities with the text of each token."""

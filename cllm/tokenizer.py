@@ -54,6 +54,12 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(_read_vocabulary(metadata))
 
 
+def is_supported(metadata: Mapping[str, Any]) -> bool:
+    """Whether `make_tokenizer` knows this kind of vocabulary; it may still be damaged."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    return kind == "gpt2" and isinstance(pre, str) and pre in _PRE_TOKENIZATIONS
+
+
 class Tokenizer:
     """Byte-level BPE over the vocabulary of a model file; see `make_tokenizer`.
 
@@ -79,6 +85,9 @@ class Tokenizer:
     def __init__(self, vocabulary: _Vocabulary) -> None:
         self._tokens, self._types = vocabulary.tokens, vocabulary.types
         self._pipeline = vocabulary.pipeline
+        self._bytes_of: dict[
+            int, bytes
+        ] = {}  # of the tokens met so far: streams ask for each again and again
         self.vocab_size = len(self._tokens)
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
@@ -101,6 +110,15 @@ class Tokenizer:
         `add_bos` where the vocabulary has no BOS token.
         """
         _check_text(text)
+        ids = self._text_ids(text, parse_special=parse_special)
+        if self.add_bos if add_bos is None else add_bos:
+            if self.bos_id is None:
+                raise InvalidRequestError("this model has no BOS token; leave add_bos out", field="add_bos")
+            if ids[:1] != [self.bos_id]:
+                ids.insert(0, self.bos_id)
+        return ids
+
+    def _text_ids(self, text: str, *, parse_special: bool) -> list[int]:
         pattern = self._special_pattern if parse_special else self._user_pattern
         ids: list[int] = []
         for index, part in enumerate(pattern.split(text)):
@@ -108,11 +126,6 @@ class Tokenizer:
                 ids.append(self._id_of_special[part])
             elif part:
                 ids += self._pipeline.encode(part, add_special_tokens=False).ids
-        if self.add_bos if add_bos is None else add_bos:
-            if self.bos_id is None:
-                raise InvalidRequestError("this model has no BOS token; leave add_bos out", field="add_bos")
-            if ids[:1] != [self.bos_id]:
-                ids.insert(0, self.bos_id)
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -129,7 +142,13 @@ class Tokenizer:
 
         Raises `InvalidRequestError` for an id outside the vocabulary.
         """
-        self.check_ids((token_id,))
+        known = self._bytes_of.get(token_id) if type(token_id) is int else None
+        if known is None:
+            self.check_ids((token_id,))
+            known = self._bytes_of[int(token_id)] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
         text = self._tokens[token_id]
         if self._types[token_id] in (_NORMAL, _BYTE):
             try:
@@ -141,6 +160,8 @@ class Tokenizer:
     def check_ids(self, ids: Iterable[int]) -> None:
         """Raises `InvalidRequestError` unless every one of `ids` is an integer in 0 .. vocab_size - 1."""
         for token_id in ids:
+            if type(token_id) is int and 0 <= token_id < self.vocab_size:
+                continue
             is_integer = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < self.vocab_size:
                 raise InvalidRequestError(
@@ -159,6 +180,7 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.control_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False  # whether bytes of an unfinished character are held back
 
     def push(self, token_id: int) -> str:
         """Returns the text that is settled by `token_id`, often "" inside a character.
@@ -166,10 +188,17 @@ class StreamDecoder:
         Raises `InvalidRequestError` for an id outside the vocabulary; the stream is then as before.
         """
         data = self._tokenizer.token_bytes(token_id)
-        return "" if token_id in self._skipped else self._utf8.decode(data)
+        if token_id in self._skipped:
+            return ""
+        if not self._is_inside and data.isascii():
+            return data.decode("ascii")
+        text = self._utf8.decode(data)
+        self._is_inside = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """Ends the text: returns what is held back, as U+FFFD. The next `push` begins a new text."""
+        self._is_inside = False
         return self._utf8.decode(b"", final=True)
 
 

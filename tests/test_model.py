@@ -13,7 +13,7 @@ from tiny_models import TYPE_MIXES
 from cllm.batch import Batch
 from cllm.kylin import reference
 from cllm.kylin.gguf import read_gguf
-from cllm.kylin.kv_cache import KVCache
+from cllm.kylin.kv_cache import KVCache, blocks_for
 from cllm.kylin.model import Model
 from cllm.kylin.quants import dequantize
 from cllm.kylin.team import Team
@@ -35,19 +35,21 @@ def nmse(actual: np.ndarray, expected: np.ndarray) -> float:
 class Runner:
     """A model with its own cache, fed step by step."""
 
-    def __init__(self, weights: Weights, num_threads: int = 1, kv_dtype: str = "f16") -> None:
+    def __init__(
+        self, weights: Weights, num_threads: int = 1, kv_dtype: str = "f16", num_tokens: int = 128
+    ) -> None:
         shape = weights.shape
         self.cache = KVCache(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_width=shape.head_width,
-            num_blocks=40,
+            num_blocks=blocks_for(num_tokens) * 5,
             num_slots=8,
-            slot_tokens=128,
+            slot_tokens=num_tokens,
             dtype=kv_dtype,
         )
         self.team = Team(num_threads)
-        self.model = Model(weights, self.cache, self.team, 128)
+        self.model = Model(weights, self.cache, self.team, num_tokens)
 
     def step(self, *chunks: tuple[int, list[int]], tap: Any = None) -> np.ndarray:
         """Runs (slot, token ids) chunks in one batch; the logits of every token."""
