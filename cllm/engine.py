@@ -31,6 +31,7 @@ class Engine:
         self._open: dict[str, Request] = {}  # every request that has not been delivered whole
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._closing = False
+        self._refusing: str | None = None  # why no new request is taken
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="cllm-engine", daemon=True)
         self._thread.start()
@@ -44,34 +45,55 @@ class Engine:
             if waiting + len(requests) > self._max_queue:
                 raise QueueFullError(f"{waiting} requests wait already; the limit is {self._max_queue}")
             for request in requests:
-                self._open[request.request_id] = request
+                # In this order: an interrupt between the two must not leave an open request that was never added.
                 self._inbox.append(lambda request=request: self._add(request))  # type: ignore[misc]
-            self._wake.notify()
+                self._open[request.request_id] = request
+            self._wake.notify_all()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Ends the requests with finish_reason "abort"; ids that are unknown or finished are ignored."""
         request_ids = list(request_ids)
         with self._wake:
             self._inbox.append(lambda: self._abort(request_ids))
-            self._wake.notify()
+            self._wake.notify_all()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuses new requests and waits until the others have ended; False where `timeout` seconds went by."""
+        with self._wake:
+            self._refusing = self._refusing or "the engine is draining"
+            return self._wake.wait_for(lambda: not self._open, timeout)
 
     def close(self) -> None:
         """Aborts what runs, ends the thread and closes the backend. May be called twice."""
         with self._wake:
-            self._closing = True
-            self._wake.notify()
+            self._closing, self._refusing = True, "the engine is closed"
+            self._wake.notify_all()
         self._thread.join()
 
-    @property
-    def error(self) -> BaseException | None:
-        """What killed the engine, or None."""
-        return self._error
+    def health(self) -> dict[str, Any]:
+        """`status`: "ready", "draining", "closed" or "dead" (then with its `error`); and what is under way."""
+        status = (
+            "dead"
+            if self._error
+            else "closed"
+            if self._closing
+            else "draining"
+            if self._refusing
+            else "ready"
+        )
+        scheduler = self._executor.scheduler
+        return {
+            "status": status,
+            "error": None if self._error is None else str(self._error),
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting) + len(self._inbox),
+        }
 
     def _check_alive(self) -> None:
         if self._error is not None:
             raise BackendError(f"the engine died: {self._error}") from self._error
-        if self._closing:
-            raise BackendError("the engine is closed")
+        if self._refusing:
+            raise BackendError(self._refusing)
 
     # Everything below runs on the engine's thread.
 
@@ -137,4 +159,10 @@ class Engine:
             if ended and not request.streaming:
                 updates[request.deliver].append(request.output())
         for deliver, values in updates.items():
-            deliver(values)
+            try:
+                deliver(values)
+            except Exception:  # the receiver's fault is its own; the others' answers go on
+                logger.exception("a receiver of answers failed")
+        if not self._open:
+            with self._wake:
+                self._wake.notify_all()  # for `drain`

@@ -151,9 +151,9 @@ class LLM:
         return requests
 
     def _pieces(self, request: Request, inbox: SimpleQueue[list[StreamPiece]]) -> Iterator[StreamPiece]:
-        self._engine.submit([request])
         num_open = len(request.sequences)
         try:
+            self._engine.submit([request])
             while num_open:
                 for piece in inbox.get():
                     num_open -= piece.finish_reason is not None
@@ -168,6 +168,10 @@ class LLM:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `InvalidRequestError` for an id outside the vocabulary."""
         return self.tokenizer.decode(token_ids)
+
+    def health(self) -> dict[str, Any]:
+        """`status` ("ready", "draining", "closed", "dead"), `error`, and how many requests run and wait."""
+        return self._engine.health()
 
     def close(self) -> None:
         """Ends what runs and gives the memory back."""

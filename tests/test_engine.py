@@ -1,0 +1,215 @@
+"""The engine under fire: cancellations in every state, faults below it, and that it costs nothing when idle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from cllm import LLM, BackendError, QueueFullError, SamplingParams
+from cllm.backends import mock
+from cllm.backends.mock import MockScript
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
+    script = MockScript()
+    load = mock.load_mock
+    monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
+    return script
+
+
+@pytest.fixture
+def llm(script: MockScript) -> Iterator[LLM]:
+    with LLM(backend="mock", context_length=512, max_num_seqs=3, max_num_batched_tokens=16) as llm:
+        yield llm
+
+
+def on_engine_thread(llm: LLM, work: Any) -> Any:
+    """Runs `work()` between two steps and returns what it returned."""
+    results: SimpleQueue[Any] = SimpleQueue()
+    with llm._engine._wake:
+        llm._engine._inbox.append(lambda: results.put(work()))
+        llm._engine._wake.notify_all()
+    return results.get(timeout=10)
+
+
+def text(llm: LLM, prompt: str) -> str:
+    return llm.generate(prompt, GREEDY)[0].outputs[0].text
+
+
+def assert_baseline(llm: LLM) -> None:
+    def look() -> tuple[bool, list[Any]]:
+        llm._scheduler.check_integrity()
+        return llm._scheduler.has_work, llm._engine._executor.backend.histories
+
+    has_work, histories = on_engine_thread(llm, look)
+    assert not has_work
+    assert not any(histories)
+
+
+def test_a_hundred_cancels_with_the_slot_reused_at_once(llm: LLM, script: MockScript) -> None:
+    """Two of three slots stay busy, so that each new request takes the slot that the last one left."""
+    expected = {prompt: text(llm, prompt) for prompt in ("left neighbour", "right neighbour", "after")}
+    script.delay = 0.001
+    landed: Counter[str] = Counter()
+    for round in range(100):
+        neighbours: dict[str, str] = {}
+
+        def run(prompt: str, neighbours: dict[str, str] = neighbours) -> None:
+            neighbours[prompt] = text(llm, prompt)
+
+        threads = [threading.Thread(target=run, args=(f"{side} neighbour",)) for side in ("left", "right")]
+        for thread in threads:
+            thread.start()
+        prompt = "x" * (480 if round % 2 else 5)  # 480 tokens take over thirty steps of prefill
+        inbox: SimpleQueue[list[Any]] = SimpleQueue()
+        victim = llm._request(
+            prompt, SamplingParams(max_tokens=30, ignore_eos=True), inbox.put, streaming=True
+        )
+        sequence = victim.sequences[0]
+
+        def cancel(sequence: Any = sequence, victim: Any = victim) -> str:
+            state = (
+                "waiting" if sequence.slot is None else "decoding" if sequence.num_output else "prefilling"
+            )
+            llm._engine._abort([victim.request_id])
+            return state
+
+        llm._engine.submit([victim])
+        for _ in range(round % 5):
+            on_engine_thread(llm, lambda: None)  # let a few steps go by
+        if round % 2 == 0:
+            inbox.get(timeout=10)
+        landed[on_engine_thread(llm, cancel)] += 1
+        assert text(llm, "after") == expected["after"]
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert neighbours == {side: expected[side] for side in neighbours}
+        assert len(neighbours) == 2
+    assert landed["prefilling"] >= 30, landed
+    assert landed["decoding"] >= 30, landed
+    assert_baseline(llm)
+
+
+def test_kv_cache_full_changes_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that says that it is full, though the scheduler counted on room."""
+    prompts = ["one", "two", "three"]
+    expected = [text(llm, prompt) for prompt in prompts]
+    backend = llm._engine._executor.backend
+    launch, calls = backend.launch, []
+
+    def full_twice(batch: Any) -> Any:
+        calls.append(len(batch.token_ids))
+        if len(calls) in (3, 9):
+            raise BackendError("KV cache full", nothing_changed=True)
+        return launch(batch)
+
+    monkeypatch.setattr(backend, "launch", full_twice)
+    assert [output.outputs[0].text for output in llm.generate(prompts, GREEDY)] == expected
+    assert_baseline(llm)
+
+
+def test_a_backend_that_always_raises(llm: LLM, script: MockScript) -> None:
+    expected = text(llm, "fine")
+    step = llm._engine._executor.backend.num_steps
+    script.failures |= set(range(step, step + 50))
+    outputs = llm.generate(["one", "two", "three"], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 3
+    assert all("scripted failure" in str(output.error) for output in outputs)
+    script.failures.clear()
+    assert text(llm, "fine") == expected
+    assert_baseline(llm)
+
+
+def test_nan_in_one_row_ends_that_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [text(llm, prompt) for prompt in ("one", "three")]
+    backend = llm._engine._executor.backend
+    history_logits = backend.history_logits
+
+    def poisoned(token_ids: list[int], positions: list[int]) -> Any:
+        logits = history_logits(token_ids, positions)
+        if bytes(token_ids[:3]) == b"two" and len(token_ids) > 10:
+            logits[:] = float("nan")
+        return logits
+
+    monkeypatch.setattr(backend, "history_logits", poisoned)
+    outputs = llm.generate(["one", "two", "three"], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert [outputs[0].outputs[0].text, outputs[2].outputs[0].text] == expected
+    assert_baseline(llm)
+
+
+def test_the_queue_has_a_limit(script: MockScript) -> None:
+    script.delay = 0.01
+    with LLM(backend="mock", max_num_seqs=1, max_queue=4) as llm:
+        requests = [llm._request("x", GREEDY, lambda updates: None) for _ in range(6)]
+        with pytest.raises(QueueFullError, match="limit is 4"):
+            llm._engine.submit(requests)
+        llm._engine.submit(requests[:4])
+
+
+def test_drain_waits_and_refuses(llm: LLM, script: MockScript) -> None:
+    script.delay = 0.005
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(text(llm, "one")))
+    thread.start()
+    while not llm.health()["num_running"]:
+        time.sleep(0.001)
+    assert not llm._engine.drain(timeout=0.001)
+    assert llm.health()["status"] == "draining"
+    with pytest.raises(BackendError, match="draining"):
+        llm.generate("two", GREEDY)
+    assert llm._engine.drain(timeout=10)
+    thread.join(10)
+    assert len(found[0]) > 0
+
+
+def test_a_failing_receiver_harms_nobody(llm: LLM) -> None:
+    def broken(updates: list[Any]) -> None:
+        raise RuntimeError("receiver")
+
+    expected = text(llm, "one")
+    llm._engine.submit([llm._request("x", GREEDY, broken, streaming=True)])
+    assert text(llm, "one") == expected
+
+
+def test_health_of_a_dead_engine(script: MockScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(backend="mock")
+    assert llm.health() == {"status": "ready", "error": None, "num_running": 0, "num_waiting": 0}
+    monkeypatch.setattr(llm._scheduler, "schedule", None)
+    started = time.perf_counter()
+    assert llm.generate("x", GREEDY)[0].outputs[0].finish_reason == "error"
+    assert time.perf_counter() - started < 1
+    health = llm.health()
+    assert (health["status"], health["error"]) == ("dead", "'NoneType' object is not callable")
+    llm.close()
+
+
+def test_idle_costs_no_cpu(llm: LLM) -> None:
+    text(llm, "warm")
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.01
+
+
+def test_two_engines_in_one_process(script: MockScript) -> None:
+    with LLM(backend="mock", max_num_seqs=2) as one, LLM(backend="mock", max_num_seqs=2) as two:
+        expected = text(one, "prompt")
+        found: list[str] = []
+        threads = [
+            threading.Thread(target=lambda llm=llm: found.append(text(llm, "prompt"))) for llm in (one, two)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert found == [expected] * 2
