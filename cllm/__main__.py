@@ -1,4 +1,4 @@
-"""`cllm <command>`: hands over to the module of that name."""
+"""`cllm <command>`: hands over to the module of that name. It knows the commands' names and nothing else of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import importlib
 import sys
 
 from .cli import run_command
+from .errors import ConfigError
 
-COMMANDS = {"run": "generate text"}
+COMMANDS = {"run": "generate text", "compare": "tell how far two engines lie apart"}
 
 
 def main() -> None:
     """The `cllm` script."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in COMMANDS:
+    run_command(_dispatch, sys.argv[1:])
+
+
+def _dispatch(argv: list[str] | None) -> int:
+    name, *rest = argv or [""]
+    if name in ("-h", "--help"):
         listing = "\n".join(f"  {command:10}{job}" for command, job in COMMANDS.items())
-        wanted_help = name in ("-h", "--help")
-        print(f"usage: cllm <command> ...\n\n{listing}", file=sys.stdout if wanted_help else sys.stderr)
-        sys.exit(0 if wanted_help else 2)
-    run_command(importlib.import_module(f"cllm.{name}").main, sys.argv[2:])
+        print(f"usage: cllm COMMAND ...\n\n{listing}\n\ncllm COMMAND --help tells more")
+        return 0
+    if name not in COMMANDS:
+        found = f"unknown command {name!r}" if name else "no command"
+        raise ConfigError(f"{found}; expected one of {', '.join(COMMANDS)}; see cllm --help")
+    # Imported here, where an interrupt is caught.
+    status: int = importlib.import_module(f"cllm.{name}").main(rest)
+    return status
 
 
 if __name__ == "__main__":

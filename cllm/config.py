@@ -27,6 +27,7 @@ class EngineConfig:
     the free memory). num_threads: None for all cores that this process may use.
     num_gpu_layers (llama): layers on the GPU, -1 for all (None: all where llama.cpp has a GPU, else 0).
     kv_cache_dtype: "f16" or "f32"; on llama any of `KV_CACHE_DTYPES`. max_queue: requests that may wait.
+    enable_prefix_caching: keep what finished requests computed, for others that begin alike.
     kernels (kylin): "auto" for the fastest here, "plain" for portable numba, "numpy" for the reference,
     which computes the whole sequence again for each token.
 
@@ -42,6 +43,7 @@ class EngineConfig:
     num_threads: int | None = None
     num_gpu_layers: int | None = None
     kv_cache_dtype: str = "f16"
+    enable_prefix_caching: bool = True
     kernels: str = "auto"
     max_queue: int = 256
 
@@ -54,6 +56,11 @@ class EngineConfig:
             raise ConfigError(f"model should be the path of a GGUF file; found {self.model!r}", field="model")
         for field, largest in _COUNTS.items():
             _check_count(field, getattr(self, field), largest)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching should be True or False; found {self.enable_prefix_caching!r}",
+                field="enable_prefix_caching",
+            )
         if self.num_gpu_layers != -1:
             _check_count("num_gpu_layers", self.num_gpu_layers, 10_000, smallest=0)
         if self.backend != "llama" and self.num_gpu_layers is not None:
@@ -66,6 +73,10 @@ class EngineConfig:
                 f"({self.max_num_seqs}): each running sequence needs one token a step",
                 field="max_num_batched_tokens",
             )
+
+    def num_slots(self) -> int:
+        """Slots of the backend: those of running sequences, and more for prefixes that are kept."""
+        return max(self.max_num_seqs, min(4 * self.max_num_seqs, 256))  # 256 is llama.cpp's limit
 
     def batched_tokens(self, default: int = 512) -> int:
         """`max_num_batched_tokens`, else `default`, but a token for each sequence at least."""
