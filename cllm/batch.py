@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .scheduler import Plan
+from .plan import Plan
 
 Ids = NDArray[np.int32]
 

@@ -145,7 +145,7 @@ class Engine:
                 if sequence.finish_reason is None:
                     sequence.finish("abort", reason)
                     self._executor.scheduler.retire(sequence)
-            self._executor.free_released()
+            self._executor.apply_operations()
             self._deliver(request.sequences)
 
     def _deliver(self, touched: list[Sequence]) -> None:

@@ -8,8 +8,9 @@ import time
 from .backends.base import Backend, Floats
 from .batch import BatchManager
 from .errors import BackendError
+from .plan import Plan
 from .sampler import sample_rows, top_logprobs
-from .scheduler import Plan, Scheduler
+from .scheduler import Scheduler
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Executor:
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return []
+        self.apply_operations()
         batch = self.batches.build(plan)
         try:
             logits = self.backend.launch(batch).logits()
@@ -35,7 +37,7 @@ class Executor:
             logits = self._score(plan, logits)
         samples = sample_rows(logits, [sequence.sampler for sequence in plan.sampled])
         touched = self.scheduler.commit(plan, samples, time.perf_counter())
-        self.free_released()
+        self.apply_operations()
         return touched
 
     @staticmethod
@@ -48,17 +50,23 @@ class Executor:
             if sequence.wants_prompt_logprobs:
                 rows = logits[end - num_rows : end]
                 scored = sequence.token_ids[request.num_scored : sequence.num_prompt]
-                for row, token_id in zip(rows, scored, strict=False):  # a last row samples and scores nothing
-                    top = top_logprobs(row, request.params.prompt_logprobs or 0, token_id)
-                    request.prompt_logprobs.append(sequence.named(top))
+                try:
+                    for row, token_id in zip(rows, scored, strict=False):  # a last row samples, scores nothing
+                        top = top_logprobs(row, request.params.prompt_logprobs or 0, token_id)
+                        request.prompt_logprobs.append(sequence.named(top))
+                except BackendError as error:
+                    sequence.fail(error)
             if sequence in plan.sampled:
                 sampled_rows.append(end - 1)
         return logits[sampled_rows]
 
-    def free_released(self) -> None:
-        """Frees the slots of sequences that ended."""
-        for slot in self.scheduler.take_released():
-            self.backend.free(slot)
+    def apply_operations(self) -> None:
+        """Frees and copies slots as the scheduler decided."""
+        for slot, source, length in self.scheduler.take_operations():
+            if source is None:
+                self.backend.free(slot)
+            else:
+                self.backend.copy_prefix(source, slot, length)
 
     def _recover(self, plan: Plan, error: Exception) -> list[Sequence]:
         """After a failed step its sequences run one by one; only one that fails again, alone, ends."""
@@ -68,5 +76,5 @@ class Executor:
         for sequence in failed:
             sequence.fail(error)
             self.scheduler.retire(sequence)
-        self.free_released()
+        self.apply_operations()
         return failed

@@ -41,12 +41,15 @@ class LLM:
         backend_, self.tokenizer = load_backend(self.config)
         self.info = info = backend_.info
         backend_.warm_up()
+        keeps_prefixes = self.config.enable_prefix_caching and info.can_truncate
         self._scheduler = Scheduler(
+            max_num_seqs=self.config.max_num_seqs,
             num_slots=info.num_slots,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_logit_rows=info.max_logit_rows,
             kv_capacity=info.kv_capacity,
             kv_block=info.kv_block,
+            max_idle_tokens=info.max_idle_tokens if keeps_prefixes else 0,
         )
         batches = BatchManager(info.max_num_batched_tokens)
         executor = Executor(backend_, self._scheduler, batches)
@@ -249,8 +252,8 @@ class LLM:
         return None, [int(token_id) for token_id in token_ids]
 
     def _check_room(self, sequence: Answer) -> None:
-        need, capacity = self._scheduler.kv_need(sequence), self.info.kv_capacity
-        if need > capacity:
+        need, capacity = sequence.num_prompt + sequence.max_tokens, self.info.kv_capacity
+        if not self._scheduler.fits(need):
             raise InvalidRequestError(
                 f"prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.max_tokens}) need {need} tokens "
                 f"of KV cache; it holds {capacity}. Raise kv_cache_tokens or lower max_tokens",

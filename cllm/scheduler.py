@@ -1,99 +1,106 @@
 """Which sequences take part in the next step, and with how many tokens. Policy over counts: no arrays, no model.
 
-First in, first out within a priority: a sequence is admitted when a slot is free and its whole length (prompt
-and `max_tokens`) fits the KV cache beside the others, so nothing that runs is ever pushed out.
+Every running stream gets a token; what is left of a step's budget goes to prompts (`plan.py`). Admission goes by
+priority, then age. A finished sequence leaves its slot behind, idle, as a prefix for others. Where memory runs
+out, idle slots are given up first, then the newest of the least urgent sequences gives way and is computed again
+later. Arrivals never push anything out.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .errors import CLLMError
+from .kv_tree import KVTree, Match
+from .plan import Chunk, Plan, SlotOperation, make_plan, prompt_chunks
 from .sampler import Sampled
 from .sequence import Sequence
 
-
-class Chunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence. The logits of its last `num_rows` tokens are wanted."""
-
-    sequence: Sequence
-    num_tokens: int
-    num_rows: int
+# Waiting sequences looked at in one step: some may have to wait for a prefix that is being computed.
+_LOOKAHEAD = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step. `sampled`: the sequences that get a new token, in the order of their chunks.
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What happened since the start."""
 
-    `scores`: whether rows of a prompt are among those wanted (`prompt_logprobs`).
-    """
-
-    chunks: list[Chunk]
-    sampled: list[Sequence]
-    scores: bool
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    num_prompt_tokens: int = 0  # of admitted prompts
+    num_cached_tokens: int = 0  # of those, found in the cache
 
 
 class Scheduler:
-    """Admits, plans and retires sequences. All counts are of tokens."""
+    """Admits, plans and retires sequences. All counts are of tokens.
+
+    `max_idle_tokens`: what idle slots may hold (None: no limit; 0: no prefix cache).
+    """
 
     def __init__(
         self,
         *,
+        max_num_seqs: int,
         num_slots: int,
         max_num_batched_tokens: int,
         max_logit_rows: int,
         kv_capacity: int,
         kv_block: int,
+        max_idle_tokens: int | None = None,
     ) -> None:
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.kv_capacity = kv_capacity
+        self.waiting: list[Sequence] = []  # by priority, then age
+        self.running: list[Sequence] = []  # likewise
+        self.tree = KVTree(capacity=kv_capacity, block=kv_block)
+        self.counts = SchedulerCounts()
+        self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_logit_rows = max_logit_rows
-        self._kv_block = kv_block
+        self._max_idle_tokens = max_idle_tokens
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._released: list[int] = []
+        self._operations: list[SlotOperation] = []
         self._suspects: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def kv_need(self, sequence: Sequence) -> int:
-        """The most that a sequence will hold in the KV cache, in whole blocks."""
-        return -(-(sequence.num_prompt + sequence.max_tokens) // self._kv_block) * self._kv_block
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens, alone, fits the cache."""
+        return self.tree.blocks(num_tokens) <= self.tree.num_total_blocks
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=lambda other: other.request.params.priority)
+        insort(self.waiting, sequence, key=_urgency)
 
     def schedule(self) -> Plan:
-        """The next step. Running sequences come first, then waiting ones as far as the token budget goes."""
-        if self._suspects:
-            return self._plan(self._suspects[:1])
-        self._admit()
-        return self._plan(self.running)
+        """The next step; its slot operations are to be carried out before it."""
+        if not self._suspects:
+            self._admit()
+        plan = self._plan()
+        while not plan.chunks and self.running:  # memory is out, and nobody decodes who could end
+            self._preempt(self.running[-1])
+            plan = self._plan()
+        return plan
 
     def commit(self, plan: Plan, samples: Iterable[Sampled | CLLMError], now: float) -> list[Sequence]:
         """Counts a step's tokens as computed and gives each sampled sequence its new token, or its error.
 
         Returns the sequences that gained a token or ended; those that ended have been retired.
         """
-        touched = list(plan.sampled)
         for sequence, num_tokens, _ in plan.chunks:
-            sequence.num_computed += num_tokens
-            if sequence.max_tokens == 0 and sequence.num_pending == 0:
-                sequence.finish("length")
-                touched.append(sequence)
+            start = sequence.num_computed
+            sequence.num_computed = start + num_tokens
+            self.tree.commit(_slot(sequence), sequence.token_ids[start : start + num_tokens])
         for sequence, sample in zip(plan.sampled, samples, strict=True):
             if isinstance(sample, CLLMError):
                 sequence.fail(sample)
-            else:
+            elif sequence.finish_reason is None:
                 sequence.append(sample, now)
+        touched = plan.sampled
+        if plan.unsampled:
+            touched = touched + self._ended_without_a_token(plan.unsampled)
         if self._suspects:
             self._suspects = [sequence for sequence in self._suspects if sequence not in touched]
         for sequence in touched:
@@ -101,100 +108,231 @@ class Scheduler:
                 self.retire(sequence)
         return touched
 
+    @staticmethod
+    def _ended_without_a_token(sequences: list[Sequence]) -> list[Sequence]:
+        """Prompts that were only to be scored, when that is done, or that failed in it."""
+        for sequence in sequences:
+            if sequence.max_tokens == 0 and sequence.num_pending == 0:
+                sequence.finish("length")
+        return [sequence for sequence in sequences if sequence.finish_reason]
+
     def retire(self, sequence: Sequence) -> None:
-        """Takes a finished sequence out, in whatever state it is."""
-        if sequence in self._suspects:
-            self._suspects.remove(sequence)
+        """Takes a finished sequence out, in whatever state it is. What it computed stays as a prefix for others."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
-        self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
-        self._released.append(sequence.slot)
-        sequence.slot = None
+        slot, was_suspect = sequence.slot, sequence in self._suspects
+        self._leave(sequence)
+        if self._max_idle_tokens == 0 or was_suspect:
+            self._drop_slot(slot)
+            return
+        self.tree.retire(slot)
+        while (
+            self._max_idle_tokens is not None
+            and self.tree.num_idle_blocks * self.tree.block > self._max_idle_tokens
+        ):
+            self._evict()
 
     def suspect(self, plan: Plan, *, nothing_changed: bool) -> list[Sequence]:
         """After a failed step: its sequences are to be computed one by one. Returns those that failed alone.
 
-        Unless `nothing_changed`, their slots are to be freed and they start over.
+        Unless `nothing_changed`, what their slots held is lost and they start over.
         """
+        for sequence, num_tokens, _ in plan.chunks:
+            slot = _slot(sequence)
+            if nothing_changed:
+                self.tree.reserve(slot, -num_tokens)
+            else:
+                self.tree.remove(slot)
+                self.tree.open(slot)
+                self._operations.append(SlotOperation(slot))
+                sequence.num_computed = 0
         if len(plan.chunks) == 1 and plan.chunks[0].sequence in self._suspects:
             return [plan.chunks[0].sequence]
-        for sequence, _, _ in plan.chunks:
-            if not nothing_changed:
-                sequence.num_computed = 0
-                self._released.append(sequence.slot)  # type: ignore[arg-type]
-            self._suspects.append(sequence)
+        self._suspects += [sequence for sequence, _, _ in plan.chunks]
         return []
 
-    def take_released(self) -> list[int]:
-        """Slots that the backend is to free before the next step."""
-        released, self._released = self._released, []
-        return released
+    def take_operations(self) -> list[SlotOperation]:
+        """What the backend is to do before the next step."""
+        operations, self._operations = self._operations, []
+        return operations
+
+    def clear_cache(self) -> None:
+        """Gives up every idle slot."""
+        while self._evict():
+            pass
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots and counts agree. For tests, and for the idle engine."""
-        held = [sequence.slot for sequence in self.running if sequence.slot is not None]
-        assert sorted(held + self._free_slots) == list(range(self._num_slots)), "slots lost or held twice"
+        self.tree.check_integrity()
+        busy = [sequence.slot for sequence in self.running]
+        assert len(self.running) <= self._max_num_seqs
+        assert sorted([*self.tree.slots, *self._free_slots]) == list(range(self._num_slots)), "slots lost"
+        assert set(busy) == self.tree.slots - self.tree.idle_slots, "a slot is busy without a sequence"
         assert all(s.slot is None and s.num_computed == 0 for s in self.waiting), (
             "a waiting sequence has a slot"
         )
         assert all(s.num_pending >= 1 and not s.finish_reason for s in self.running), (
             "nothing left to compute"
         )
-        assert self._reserved() <= self.kv_capacity, "more promised than the KV cache holds"
+        assert all(self.tree.length(_slot(s)) == s.num_computed for s in self.running)
         assert all(s in self.running for s in self._suspects), "a suspect does not run"
+        for queue in (self.waiting, self.running):
+            assert [*map(_urgency, queue)] == sorted(map(_urgency, queue)), "out of order"
 
-    def _reserved(self) -> int:
-        return sum(map(self.kv_need, self.running))
+    # --- admission ---
 
     def _admit(self) -> None:
-        if not self.waiting or not self._free_slots:
-            return
-        room = self.kv_capacity - self._reserved()
-        while self.waiting and self._free_slots and self.kv_need(self.waiting[0]) <= room:
-            sequence = self.waiting.pop(0)
-            sequence.slot = self._free_slots.pop()
-            sequence.request.started = sequence.request.started or time.perf_counter()
-            self.running.append(sequence)
-            room -= self.kv_need(sequence)
+        """Lets waiting sequences in while there are slots and memory for their whole length and one step more."""
+        at = 0
+        while at < min(len(self.waiting), _LOOKAHEAD) and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[at]
+            match = self._match(sequence)
+            if self._awaits_prefix(sequence, 0 if match is None else match.length):
+                at += 1
+                continue
+            if not self._has_room(sequence, match):
+                return
+            del self.waiting[at]
+            self._start(sequence, match)
 
-    def _plan(self, sequences: list[Sequence]) -> Plan:
+    def _match(self, sequence: Sequence) -> Match | None:
+        """A cached beginning; at least one token is left to compute, and a prompt to be scored has none."""
+        if self._max_idle_tokens == 0 or sequence.wants_prompt_logprobs:
+            return None
+        return self.tree.match(sequence.token_ids, len(sequence.token_ids) - 1)
+
+    def _awaits_prefix(self, sequence: Sequence, num_matched: int) -> bool:
+        """Whether a running prompt is just computing more of this one's beginning than is cached yet."""
+        if self._max_idle_tokens == 0 or sequence.wants_prompt_logprobs:
+            return False
+        token_ids, end = sequence.token_ids, num_matched + self.tree.block  # it is to save one more block
+        return end < len(token_ids) and any(
+            other.num_pending > 1
+            and other.num_computed < end
+            and other.token_ids[num_matched:end] == token_ids[num_matched:end]
+            and other.token_ids[:num_matched] == token_ids[:num_matched]
+            for other in self.running
+        )
+
+    def _has_room(self, sequence: Sequence, match: Match | None) -> bool:
+        """Whether the whole sequence and a step more fit beside what the running ones still need for theirs."""
+        tree = self.tree
+        need = tree.blocks(len(sequence.token_ids) + 1)
+        if match is not None:
+            need -= match.length // tree.block
+        promised = sum(tree.num_missing_blocks(_slot(s), s.num_pending + 1) for s in self.running)
+        # What only idle slots hold may be given up, but not the very blocks that are to be shared.
+        kept = 0 if match is None else tree.num_idle_blocks_of(match)
+        return need + promised <= tree.num_available_blocks - kept or not self.running
+
+    def _start(self, sequence: Sequence, match: Match | None) -> None:
+        if match is not None and match.is_whole:
+            slot = match.slot
+            self.tree.take_over(slot)
+        else:
+            if match is not None:
+                self.tree.touch(match.slot)
+            slot = self._new_slot(match)
+            self.tree.open(slot, match)
+            if match is not None:
+                self._operations.append(SlotOperation(slot, match.slot, match.length))
+        sequence.slot = slot
+        sequence.num_computed = 0 if match is None else match.length
+        request = sequence.request
+        if request.started is None:
+            request.started = time.perf_counter()
+            request.num_cached_tokens = sequence.num_computed
+            self.counts.num_prompt_tokens += sequence.num_prompt
+            self.counts.num_cached_tokens += sequence.num_computed
+        insort(self.running, sequence, key=_urgency)
+
+    def _new_slot(self, match: Match | None) -> int:
+        """A free slot, or the longest unused idle one but that of `match`."""
+        if not self._free_slots:
+            self._evict(None if match is None else match.slot)
+        return self._free_slots.pop()
+
+    # --- memory ---
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Room for so many more tokens, taken from idle slots where need be; False where there is none."""
+        slot = _slot(sequence)
+        missing = self.tree.num_missing_blocks(slot, num_tokens)
+        if missing > self.tree.num_available_blocks:
+            return False
+        while missing > self.tree.num_free_blocks:
+            self._evict()
+        self.tree.reserve(slot, num_tokens)
+        return True
+
+    def _evict(self, keep: int | None = None) -> bool:
+        slot = self.tree.evict(keep)
+        if slot is None:
+            return False
+        self.counts.num_evictions += 1
+        self._free_slots.append(slot)
+        self._operations.append(SlotOperation(slot))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of its priority's queue; all that it held is free."""
+        slot = _slot(sequence)
+        self._leave(sequence)
+        self._drop_slot(slot)
+        sequence.num_computed = 0
+        self.waiting.insert(bisect_left(self.waiting, _urgency(sequence), key=_urgency), sequence)
+        self.counts.num_preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
+        sequence.slot = None
+
+    def _drop_slot(self, slot: int) -> None:
+        self.tree.remove(slot)
+        self._free_slots.append(slot)
+        self._operations.append(SlotOperation(slot))
+
+    def _plan(self) -> Plan:
+        """One token for each stream, then chunks of prompts, as far as there is memory. After a failed step the
+        sequences that were part of it run alone."""
         tokens, rows = self._max_num_batched_tokens, self._max_logit_rows
         chunks: list[Chunk] = []
-        sampled: list[Sequence] = []
         prompts: list[Sequence] = []
-        scores = False
-        for sequence in sequences:
-            if (
-                sequence.num_pending == 1 and sequence.max_tokens
-            ):  # one token each first, so that no stream waits for a prompt
-                chunks.append(Chunk(sequence, 1, 1))
-                sampled.append(sequence)
-            else:
+        for sequence in self._suspects[:1] or self.running[:]:
+            if sequence.slot is None:
+                continue  # it gave way to one before it
+            if len(sequence.token_ids) - sequence.num_computed > 1 or not sequence.max_tokens:
                 prompts.append(sequence)
-        tokens -= len(chunks)
-        rows -= len(chunks)
-        for sequence in prompts:
-            chunk = self._prompt_chunk(sequence, tokens, rows)
-            if chunk.num_tokens == 0:
-                break
-            chunks.append(chunk)
-            scores = scores or sequence.wants_prompt_logprobs
-            if chunk.num_tokens == sequence.num_pending and sequence.max_tokens:
-                sampled.append(sequence)
-            tokens -= chunk.num_tokens
-            rows -= chunk.num_rows
-        return Plan(chunks, sampled, scores)
+            elif self._reserve_or_preempt(sequence):
+                chunks.append(Chunk(sequence, 1, 1))
+        if not prompts:
+            return Plan(chunks, [chunk.sequence for chunk in chunks], [], False)
+        prompts = [sequence for sequence in prompts if sequence.slot is not None]
+        shared = prompt_chunks(prompts, tokens - len(chunks), rows - len(chunks))
+        return make_plan(
+            chunks + [chunk for chunk in shared if self._reserve(chunk.sequence, chunk.num_tokens)]
+        )
 
-    @staticmethod
-    def _prompt_chunk(sequence: Sequence, tokens: int, rows: int) -> Chunk:
-        """As much of the sequence as there are `tokens` and `rows` left for."""
-        start, end = sequence.num_computed, len(sequence.token_ids)
-        if sequence.wants_prompt_logprobs:
-            # The row of position p scores token p + 1; after a failed step some tokens are scored already.
-            first_row = sequence.request.num_scored - 1
-        else:
-            first_row = end - 1 if sequence.max_tokens else end
-        num_tokens = min(end - start, tokens, first_row + rows - start)
-        return Chunk(sequence, num_tokens, max(start + num_tokens - first_row, 0))
+    def _reserve_or_preempt(self, sequence: Sequence) -> bool:
+        """One token more for a stream; the least urgent give way for it, itself in the end (then False)."""
+        while not self._reserve(sequence, 1):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+
+def _slot(sequence: Sequence) -> int:
+    """The slot of a running sequence."""
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def _urgency(sequence: Sequence) -> tuple[int, float, int]:
+    """The smaller, the sooner: priority, then age, then the number of the choice."""
+    request = sequence.request
+    return request.params.priority, request.arrived, sequence.index

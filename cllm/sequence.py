@@ -54,6 +54,7 @@ class Request:
     is_chat: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=lambda: [None])
+    num_cached_tokens: int = 0
     error: Exception | None = None
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
@@ -77,6 +78,7 @@ class Request:
             finished=self.finished,
             metrics=self.sequences[0].metrics(),
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             error=self.error,
         )
 

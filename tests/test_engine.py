@@ -48,6 +48,8 @@ def text(llm: LLM, prompt: str) -> str:
 def assert_baseline(llm: LLM) -> None:
     def look() -> tuple[bool, list[Any]]:
         llm._scheduler.check_integrity()
+        llm._scheduler.clear_cache()
+        llm._engine._executor.apply_operations()
         return llm._scheduler.has_work, llm._engine._executor.backend.histories
 
     has_work, histories = on_engine_thread(llm, look)

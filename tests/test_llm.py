@@ -38,6 +38,8 @@ def assert_idle(llm: LLM) -> None:
 
     def look() -> None:
         llm._scheduler.check_integrity()
+        llm._scheduler.clear_cache()
+        llm._engine._executor.apply_operations()
         found.extend([llm._scheduler.has_work, llm._engine._executor.backend.histories])
         done.set()
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..batch import Batch
 from ..errors import BackendError
+from ..kylin.kv_cache import BLOCK, KVCache
 
 Floats = NDArray[np.float32]
 
@@ -29,6 +30,7 @@ class BackendInfo:
     kv_block: int  # shared lengths round down to a multiple of it, a slot's use rounds up
     max_num_batched_tokens: int  # tokens of one step that the scheduler plans
     max_logit_rows: int  # rows of logits a step
+    max_idle_tokens: int | None  # what idle slots may hold before they slow the others (None: no limit)
     can_truncate: bool  # False for recurrent or windowed models
     description: str  # for people: kernels, threads, memory
 
@@ -106,34 +108,39 @@ def count_new_tokens(
 
 
 class HistoryBackend(Backend):
-    """A backend that keeps only each slot's token ids and computes logits from them anew: slow and simple."""
+    """A backend that keeps only each slot's token ids and computes logits from them anew: slow and simple.
+
+    Its memory is only counted: in the blocks of a kylin cache without layers.
+    """
 
     def __init__(self, info: BackendInfo) -> None:
         self.info = info
         self.histories: list[list[int]] = [[] for _ in range(info.num_slots)]
+        self._blocks = KVCache(
+            num_layers=0,
+            num_kv_heads=0,
+            head_width=0,
+            num_blocks=info.kv_capacity // BLOCK,
+            num_slots=info.num_slots,
+            slot_tokens=info.context_length,
+        )
 
     @abstractmethod
     def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
         """Logits float32[len(positions), vocab_size] after each of `positions` of one sequence."""
 
     def launch(self, batch: Batch) -> Step:
-        new = count_new_tokens(batch, [len(history) for history in self.histories], self.info)
-        block = self.info.kv_block
-        used = sum(-(-(len(h) + new.get(slot, 0)) // block) * block for slot, h in enumerate(self.histories))
-        if used > self.info.kv_capacity:
-            raise BackendError(
-                f"KV cache full: {used} of {self.info.kv_capacity} tokens", nothing_changed=True
-            )
+        self._blocks.extend(count_new_tokens(batch, self._blocks.lengths, self.info))
         for slot, token_id in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
             self.histories[slot].append(token_id)
         return _HistoryStep(self, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        if self.histories[target] or length > len(self.histories[source]):
-            raise BackendError(f"cannot copy {length} tokens of slot {source} to slot {target}")
+        self._blocks.copy_prefix(source, target, length)
         self.histories[target] = self.histories[source][:length]
 
     def truncate(self, slot: int, length: int) -> None:
+        self._blocks.truncate(slot, length)
         del self.histories[slot][length:]
 
 

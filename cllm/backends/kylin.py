@@ -77,6 +77,7 @@ class KylinBackend(Backend):
 
     def close(self) -> None:
         self._team.close()
+        del self._model, self._cache  # their memory goes, also while somebody keeps the closed engine
 
 
 class ReferenceBackend(HistoryBackend):
@@ -88,6 +89,9 @@ class ReferenceBackend(HistoryBackend):
 
     def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
         return forward(self._weights, token_ids[: max(positions) + 1])[positions]
+
+    def close(self) -> None:
+        del self._weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,12 @@ def _info(shape: ModelShape, config: EngineConfig) -> BackendInfo:
         vocab_size=shape.vocab_size,
         trained_context=shape.context_length,
         context_length=context,
-        num_slots=config.max_num_seqs,
+        num_slots=config.num_slots(),
         kv_capacity=num_blocks * BLOCK,
         kv_block=BLOCK,
         max_num_batched_tokens=config.batched_tokens(),
         max_logit_rows=max(MAX_LOGIT_ROWS, config.max_num_seqs),
+        max_idle_tokens=None,  # blocks that no sequence of a step uses are not touched by it
         can_truncate=True,
         description=f"kylin, kernels plain, {threads} threads, KV cache of {num_blocks * BLOCK} tokens "
         f"({num_blocks * bytes_a_block / 2**20:.0f} MiB, {config.kv_cache_dtype})",

@@ -15,6 +15,7 @@ import numpy as np
 from ..batch import Batch
 from ..config import EngineConfig
 from ..errors import BackendError
+from ..kylin.kv_cache import BLOCK, blocks_for
 from ..tokenizer import BYTE_OF_CHAR, Tokenizer, load_tokenizer, make_tokenizer
 from .base import BackendInfo, Floats, HistoryBackend, Step
 
@@ -29,11 +30,12 @@ def load_mock(config: EngineConfig, script: MockScript | None = None) -> tuple[M
         vocab_size=tokenizer.vocab_size,
         trained_context=context,
         context_length=context,
-        num_slots=config.max_num_seqs,
-        kv_capacity=config.kv_cache_tokens or context * config.max_num_seqs,
-        kv_block=1,
+        num_slots=config.num_slots(),
+        kv_capacity=blocks_for(config.kv_cache_tokens or context * config.max_num_seqs) * BLOCK,
+        kv_block=BLOCK,
         max_num_batched_tokens=config.batched_tokens(),
         max_logit_rows=max(64, config.max_num_seqs),
+        max_idle_tokens=None,
         can_truncate=True,
         description="mock",
     )
