@@ -42,14 +42,17 @@ class AnswerText:
         piece = self._decoder.push(token_id)
         if self._splitter is not None:
             self._splitter.push(token_id, piece)
-        return self._settle(piece, may_stop)
+        return piece if self._matcher is None else self._settle(self._matcher, piece, may_stop)
 
     def flush(self) -> str:
         """Ends the text: what was held back."""
         if self.stop is not None:
             return ""
-        piece = self._settle(self._decoder.flush(), True)
-        return piece if self._matcher is None or self.stop else piece + self._matcher.release()
+        piece = self._decoder.flush()
+        if self._matcher is None:
+            return piece
+        piece = self._settle(self._matcher, piece, True)
+        return piece if self.stop else piece + self._matcher.release()
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text, for lists of log-probabilities."""
@@ -59,12 +62,10 @@ class AnswerText:
         """Reasoning and content of `text`, which begins at character `start` of the answer."""
         return Answer(None, text) if self._splitter is None else self._splitter.split(text, start)
 
-    def _settle(self, piece: str, may_stop: bool) -> str:
-        if self._matcher is None or not piece:
-            return piece
+    def _settle(self, matcher: StopMatcher, piece: str, may_stop: bool) -> str:
         if not may_stop:
-            return self._matcher.release() + piece
-        settled, self.stop = self._matcher.feed(piece)
+            return matcher.release() + piece
+        settled, self.stop = matcher.feed(piece)
         return settled + self.stop if self.stop and self._include_stop else settled
 
 

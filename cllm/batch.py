@@ -35,17 +35,18 @@ class BatchManager:
         slots: list[int] = []
         logit_rows: list[int] = []
         for sequence, num_tokens, num_rows in plan.chunks:
-            start = sequence.num_computed
-            if num_tokens == 1:
+            start, slot = sequence.num_computed, sequence.slot
+            assert slot is not None
+            if num_tokens == num_rows == 1:  # a running stream
+                logit_rows.append(len(token_ids))
                 token_ids.append(sequence.token_ids[start])
                 positions.append(start)
-                slots.append(sequence.slot)  # type: ignore[arg-type]  # a planned sequence has a slot
-            else:
-                token_ids += sequence.token_ids[start : start + num_tokens]
-                positions += range(start, start + num_tokens)
-                slots += [sequence.slot] * num_tokens  # type: ignore[list-item]
-            if num_rows:
-                logit_rows += range(len(token_ids) - num_rows, len(token_ids))
+                slots.append(slot)
+                continue
+            token_ids += sequence.token_ids[start : start + num_tokens]
+            positions += range(start, start + num_tokens)
+            slots += [slot] * num_tokens
+            logit_rows += range(len(token_ids) - num_rows, len(token_ids))
         end = len(token_ids)
         self._arrays[:3, :end] = (token_ids, positions, slots)
         self._arrays[3, : len(logit_rows)] = logit_rows

@@ -30,6 +30,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._open: dict[str, Request] = {}  # every request that has not been delivered whole
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
+        self._num_arriving = 0  # sequences on their way to the scheduler
         self._closing = False
         self._refusing: str | None = None  # why no new request is taken
         self._error: BaseException | None = None
@@ -41,12 +42,13 @@ class Engine:
         requests = list(requests)
         with self._wake:
             self._check_alive()
-            waiting = len(self._executor.scheduler.waiting) + len(self._inbox)
+            waiting = self._num_waiting()
             if waiting + len(requests) > self._max_queue:
                 raise QueueFullError(f"{waiting} requests wait already; the limit is {self._max_queue}")
             for request in requests:
                 # In this order: an interrupt between the two must not leave an open request that was never added.
                 self._inbox.append(lambda request=request: self._add(request))  # type: ignore[misc]
+                self._num_arriving += len(request.sequences)
                 self._open[request.request_id] = request
             self._wake.notify_all()
 
@@ -86,8 +88,27 @@ class Engine:
             "status": status,
             "error": None if self._error is None else str(self._error),
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting) + len(self._inbox),
+            "num_waiting": self._num_waiting(),
         }
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's metrics by name: numbers, a dict by finish reason, and `Histogram`s."""
+        scheduler = self._executor.scheduler
+        numbers = {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": self._num_waiting(),
+            "kv_cache_usage_perc": scheduler.tree.usage,
+            "prefix_cache_queries_total": scheduler.counts.num_prompt_tokens,
+            "prefix_cache_hits_total": scheduler.counts.num_cached_tokens,
+            "num_preemptions_total": scheduler.counts.num_preemptions,
+            "num_evictions_total": scheduler.counts.num_evictions,
+            "prompt_tokens_total": scheduler.counts.num_prompt_tokens,
+            **self._executor.stats.snapshot(),
+        }
+        return {f"cllm:{name}": value for name, value in numbers.items()}
+
+    def _num_waiting(self) -> int:
+        return len(self._executor.scheduler.waiting) + self._num_arriving
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -108,9 +129,10 @@ class Engine:
             with self._wake:
                 self._error = error
             for request in list(self._open.values()):
-                for sequence in request.sequences:
+                open_ones = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+                for sequence in open_ones:
                     sequence.fail(BackendError(f"the engine died: {error}"))
-                self._deliver(request.sequences)
+                self._deliver(open_ones)
         finally:
             self._executor.backend.close()
 
@@ -121,6 +143,7 @@ class Engine:
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
+            self._num_arriving = 0
         for command in commands:
             command()
         return not self._closing
@@ -141,12 +164,12 @@ class Engine:
             request = self._open.get(request_id)
             if request is None:
                 continue
-            for sequence in request.sequences:
-                if sequence.finish_reason is None:
-                    sequence.finish("abort", reason)
-                    self._executor.scheduler.retire(sequence)
+            aborted = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+            for sequence in aborted:
+                sequence.finish("abort", reason)
+                self._executor.scheduler.retire(sequence)
             self._executor.apply_operations()
-            self._deliver(request.sequences)
+            self._deliver(aborted)
 
     def _deliver(self, touched: list[Sequence]) -> None:
         """Hands over what a step brought, once for each receiver."""
@@ -155,9 +178,10 @@ class Engine:
             request = sequence.request
             if request.streaming:
                 updates[request.deliver].append(sequence.take_piece())
-            ended = request.finished and self._open.pop(request.request_id, None) is not None
-            if ended and not request.streaming:
-                updates[request.deliver].append(request.output())
+            if request.finished and self._open.pop(request.request_id, None) is not None:
+                self._executor.stats.count_request(request, time.perf_counter())
+                if not request.streaming:
+                    updates[request.deliver].append(request.output())
         for deliver, values in updates.items():
             try:
                 deliver(values)

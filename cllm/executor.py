@@ -12,6 +12,7 @@ from .plan import Plan
 from .sampler import sample_rows, top_logprobs
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ class Executor:
 
     def __init__(self, backend: Backend, scheduler: Scheduler, batches: BatchManager) -> None:
         self.backend, self.scheduler, self.batches = backend, scheduler, batches
+        self.stats = EngineStats()
 
     def step(self) -> list[Sequence]:
         """Computes one step; returns the sequences that gained a token or ended in it."""
@@ -36,7 +38,9 @@ class Executor:
         if plan.scores:
             logits = self._score(plan, logits)
         samples = sample_rows(logits, [sequence.sampler for sequence in plan.sampled])
-        touched = self.scheduler.commit(plan, samples, time.perf_counter())
+        now = time.perf_counter()
+        touched = self.scheduler.commit(plan, samples, now)
+        self.stats.count_step(plan, self.scheduler.max_num_seqs, now)
         self.apply_operations()
         return touched
 
@@ -51,7 +55,9 @@ class Executor:
                 rows = logits[end - num_rows : end]
                 scored = sequence.token_ids[request.num_scored : sequence.num_prompt]
                 try:
-                    for row, token_id in zip(rows, scored, strict=False):  # a last row samples, scores nothing
+                    for row, token_id in zip(
+                        rows, scored, strict=False
+                    ):  # a last row samples, scores nothing
                         top = top_logprobs(row, request.params.prompt_logprobs or 0, token_id)
                         request.prompt_logprobs.append(sequence.named(top))
                 except BackendError as error:

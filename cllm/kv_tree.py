@@ -149,19 +149,23 @@ class KVTree:
             del self._idle[slot]
             self._idle[slot] = None
 
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        """Counts `num_tokens` more tokens as held by a busy slot; the caller saw to it that they fit."""
-        leaf = self._leaves[slot]
-        before = self.blocks(leaf.num_held)
-        leaf.num_held += num_tokens
-        self._num_used += self.blocks(leaf.num_held) - before
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """Counts `num_tokens` more tokens as held by a busy slot; False, with nothing changed, where none are free."""
+        leaf, block = self._leaves[slot], self.block
+        before, after = leaf.num_held, leaf.num_held + num_tokens
+        missing = -(-after // block) - -(-before // block)
+        if missing > self.num_total_blocks - self._num_used:
+            return False
+        leaf.num_held = after
+        self._num_used += missing
+        return True
 
-    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+    def commit(self, slot: int, token_ids: list[int]) -> None:
         """The reserved tokens have been computed; from now on others may share them."""
         leaf, block = self._leaves[slot], self.block
-        had_block = len(leaf.tokens) >= block
+        num_before = len(leaf.tokens)
         leaf.tokens += token_ids
-        if not had_block and len(leaf.tokens) >= block:
+        if num_before < block <= len(leaf.tokens):
             self._attach(leaf)
 
     def retire(self, slot: int) -> None:

@@ -172,6 +172,10 @@ class LLM:
         """The text of token ids. Raises `InvalidRequestError` for an id outside the vocabulary."""
         return self.tokenizer.decode(token_ids)
 
+    def metrics(self) -> dict[str, Any]:
+        """Counters, gauges and histograms of this engine under vLLM's names with the prefix `cllm:`."""
+        return self._engine.metrics()
+
     def health(self) -> dict[str, Any]:
         """`status` ("ready", "draining", "closed", "dead"), `error`, and how many requests run and wait."""
         return self._engine.health()

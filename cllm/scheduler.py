@@ -54,7 +54,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # likewise
         self.tree = KVTree(capacity=kv_capacity, block=kv_block)
         self.counts = SchedulerCounts()
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_logit_rows = max_logit_rows
         self._max_idle_tokens = max_idle_tokens
@@ -92,7 +92,8 @@ class Scheduler:
         for sequence, num_tokens, _ in plan.chunks:
             start = sequence.num_computed
             sequence.num_computed = start + num_tokens
-            self.tree.commit(_slot(sequence), sequence.token_ids[start : start + num_tokens])
+            slot = _slot(sequence)
+            self.tree.commit(slot, sequence.token_ids[start : start + num_tokens])
         for sequence, sample in zip(plan.sampled, samples, strict=True):
             if isinstance(sample, CLLMError):
                 sequence.fail(sample)
@@ -166,7 +167,7 @@ class Scheduler:
         """Raises AssertionError unless slots and counts agree. For tests, and for the idle engine."""
         self.tree.check_integrity()
         busy = [sequence.slot for sequence in self.running]
-        assert len(self.running) <= self._max_num_seqs
+        assert len(self.running) <= self.max_num_seqs
         assert sorted([*self.tree.slots, *self._free_slots]) == list(range(self._num_slots)), "slots lost"
         assert set(busy) == self.tree.slots - self.tree.idle_slots, "a slot is busy without a sequence"
         assert all(s.slot is None and s.num_computed == 0 for s in self.waiting), (
@@ -185,7 +186,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Lets waiting sequences in while there are slots and memory for their whole length and one step more."""
         at = 0
-        while at < min(len(self.waiting), _LOOKAHEAD) and len(self.running) < self._max_num_seqs:
+        while at < min(len(self.waiting), _LOOKAHEAD) and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[at]
             match = self._match(sequence)
             if self._awaits_prefix(sequence, 0 if match is None else match.length):
@@ -258,12 +259,10 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Room for so many more tokens, taken from idle slots where need be; False where there is none."""
         slot = _slot(sequence)
-        missing = self.tree.num_missing_blocks(slot, num_tokens)
-        if missing > self.tree.num_available_blocks:
-            return False
-        while missing > self.tree.num_free_blocks:
+        while not self.tree.reserve(slot, num_tokens):
+            if self.tree.num_missing_blocks(slot, num_tokens) > self.tree.num_available_blocks:
+                return False
             self._evict()
-        self.tree.reserve(slot, num_tokens)
         return True
 
     def _evict(self, keep: int | None = None) -> bool:
@@ -306,7 +305,7 @@ class Scheduler:
                 continue  # it gave way to one before it
             if len(sequence.token_ids) - sequence.num_computed > 1 or not sequence.max_tokens:
                 prompts.append(sequence)
-            elif self._reserve_or_preempt(sequence):
+            elif self.tree.reserve(sequence.slot, 1) or self._reserve_or_preempt(sequence):
                 chunks.append(Chunk(sequence, 1, 1))
         if not prompts:
             return Plan(chunks, [chunk.sequence for chunk in chunks], [], False)

@@ -14,6 +14,7 @@ import pytest
 from cllm import LLM, BackendError, QueueFullError, SamplingParams
 from cllm.backends import mock
 from cllm.backends.mock import MockScript
+from cllm.stats import Histogram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -38,7 +39,7 @@ def on_engine_thread(llm: LLM, work: Any) -> Any:
     with llm._engine._wake:
         llm._engine._inbox.append(lambda: results.put(work()))
         llm._engine._wake.notify_all()
-    return results.get(timeout=10)
+    return results.get(timeout=60)
 
 
 def text(llm: LLM, prompt: str) -> str:
@@ -89,11 +90,11 @@ def test_a_hundred_cancels_with_the_slot_reused_at_once(llm: LLM, script: MockSc
         for _ in range(round % 5):
             on_engine_thread(llm, lambda: None)  # let a few steps go by
         if round % 2 == 0:
-            inbox.get(timeout=10)
+            inbox.get(timeout=60)
         landed[on_engine_thread(llm, cancel)] += 1
         assert text(llm, "after") == expected["after"]
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         assert neighbours == {side: expected[side] for side in neighbours}
         assert len(neighbours) == 2
@@ -170,8 +171,8 @@ def test_drain_waits_and_refuses(llm: LLM, script: MockScript) -> None:
     assert llm.health()["status"] == "draining"
     with pytest.raises(BackendError, match="draining"):
         llm.generate("two", GREEDY)
-    assert llm._engine.drain(timeout=10)
-    thread.join(10)
+    assert llm._engine.drain(timeout=60)
+    thread.join(60)
     assert len(found[0]) > 0
 
 
@@ -213,5 +214,50 @@ def test_two_engines_in_one_process(script: MockScript) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert found == [expected] * 2
+
+
+def test_metrics_count_what_happened(script: MockScript) -> None:
+    script.delay = 0.002
+    with LLM(backend="mock", max_num_seqs=2, context_length=256) as llm:
+        llm.generate(["a prompt of some length", "another", "third"], GREEDY)
+        llm.generate("a prompt of some length, continued", GREEDY)
+        assert llm._engine.drain(60)
+        metrics = llm.metrics()
+    assert metrics["cllm:generation_tokens_total"] == 4 * 30
+    assert metrics["cllm:request_success_total"] == {"length": 4}
+    assert metrics["cllm:num_requests_running"] == metrics["cllm:num_requests_waiting"] == 0
+    assert metrics["cllm:prompt_tokens_total"] == 23 + 7 + 5 + 34
+    assert metrics["cllm:prefix_cache_hits_total"] == 16
+    assert metrics["cllm:time_to_first_token_seconds"].count == 4
+    between = metrics["cllm:inter_token_latency_seconds"]
+    assert between.count == 4 * 29
+    assert between.total / between.count >= 0.002
+    assert metrics["cllm:iteration_tokens_total"].total == (23 + 7 + 5 + 34 - 16) + 4 * 29
+    assert metrics["cllm:request_queue_time_seconds"].count == 4
+
+
+def test_histogram_buckets() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.total) == ([2, 2, 1], 14.0)
+
+
+def test_aborting_choices_delivers_each_end_once(llm: LLM, script: MockScript) -> None:
+    """Of three choices one has ended when the request is cancelled."""
+    inbox: SimpleQueue[list[Any]] = SimpleQueue()
+    params = SamplingParams(n=3, max_tokens=100, temperature=0, ignore_eos=True)
+    request = llm._request("x", params, inbox.put, streaming=True)
+    request.sequences[1].max_tokens = 2
+    llm._engine.submit([request])
+    pieces: list[Any] = []
+    while not any(piece.finish_reason for piece in pieces):
+        pieces += inbox.get(timeout=60)
+    llm._engine.cancel([request.request_id])
+    assert llm._engine.drain(60)
+    while not inbox.empty():
+        pieces += inbox.get()
+    ends = sorted((piece.index, piece.finish_reason) for piece in pieces if piece.finish_reason)
+    assert ends == [(0, "abort"), (1, "length"), (2, "abort")]

@@ -15,7 +15,7 @@ MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"
 # A module imports from the rows above its own, or from its own row to its left.
 LEVELS = [
     ["errors.py", "__init__.py"],
-    ["machine.py", "config.py", "params.py", "outputs.py", "hooks.py", "sequence.py"],
+    ["machine.py", "config.py", "params.py", "outputs.py", "hooks.py", "sequence.py", "plan.py", "stats.py"],
     [
         "kylin/__init__.py",
         "kylin/jit.py",
@@ -33,20 +33,21 @@ LEVELS = [
         "kylin/attention.py",
         "kylin/model.py",
     ],
+    ["kv_tree.py", "sampler_kernels.py", "sampler.py", "scheduler.py", "batch.py"],
+    ["tokenizer.py", "reasoning.py", "answer_text.py", "chat.py"],
     [
-        "sampler_kernels.py",
-        "sampler.py",
-        "scheduler.py",
-        "batch.py",
-        "tokenizer.py",
-        "reasoning.py",
-        "answer_text.py",
-        "chat.py",
+        "backends/base.py",
+        "backends/kylin.py",
+        "backends/llama_library.py",
+        "backends/llama_context.py",
+        "backends/llama_tokenizer.py",
+        "backends/llama.py",
+        "backends/mock.py",
+        "backends/__init__.py",
     ],
-    ["backends/base.py", "backends/kylin.py", "backends/mock.py", "backends/__init__.py"],
     ["executor.py"],
     ["engine.py", "llm.py"],
-    ["cli.py", "run.py", "__main__.py"],
+    ["cli.py", "conversation.py", "run.py", "comparison.py", "compare.py", "__main__.py"],
 ]
 ORDER = [module for row in LEVELS for module in row]
 KYLIN_MAY_IMPORT = {"numpy", "numba", "llvmlite", "gguf.constants", "cllm.errors", "cllm.hooks"}
@@ -126,3 +127,8 @@ def test_public_names_are_sorted_and_exist() -> None:
 
     assert cllm.__all__ == sorted(cllm.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(cllm, name) for name in cllm.__all__)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("backends/llama")])
+def test_only_the_llama_backend_imports_llama_cpp(module: str) -> None:
+    assert "llama_cpp" not in {name.split(".")[0] for name in imported_modules(module)}
