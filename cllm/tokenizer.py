@@ -33,6 +33,10 @@ _END_OF_GENERATION = frozenset({"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|
 # The regex engine panics after 10 million steps within one match; a run of blanks takes one a character.
 MAX_TEXT_CHARS = 8_000_000
 
+# `encode` keeps every other Python thread waiting, for seconds at worst; from this many characters on the batch
+# call, which does not, is worth its threads.
+_LONG_TEXT = 10_000
+
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of the GGUF file `path`, which may hold a vocabulary only.
@@ -124,6 +128,8 @@ class Tokenizer:
         for index, part in enumerate(pattern.split(text)):
             if index % 2:  # a pattern of one group splits into text, match, text, ...
                 ids.append(self._id_of_special[part])
+            elif len(part) > _LONG_TEXT:
+                ids += self._pipeline.encode_batch_fast([part], add_special_tokens=False)[0].ids
             elif part:
                 ids += self._pipeline.encode(part, add_special_tokens=False).ids
         return ids

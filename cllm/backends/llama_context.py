@@ -1,0 +1,140 @@
+"""One `llama_context`: its settings, the batch arrays that every step fills again, and its memory (KV cache).
+
+It speaks in llama.cpp's terms and maps its return codes to errors. It knows no scheduler and no configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from ..batch import Ids
+from ..errors import BackendError, ConfigError
+from .llama_library import LlamaModel, load_library, log
+
+CELLS = 256  # n_ctx rounds up to a multiple of it
+_KV_FULL, _REFUSED = 1, -1  # return codes of llama_decode in llama.h after which nothing has changed
+
+
+class LlamaContext:
+    """Decodes batches over `num_tokens` cells of unified KV cache.
+
+    Its sequences are 0 .. num_slots - 1; llama.cpp ends the process for any other, for more than
+    `batch_tokens` tokens in a batch and for more than `max_outputs` rows of logits: the caller checks.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        *,
+        num_tokens: int,
+        num_slots: int,
+        batch_tokens: int,
+        max_outputs: int,
+        num_threads: int,
+        kv_dtype: str,
+    ) -> None:
+        """`num_tokens` is a multiple of `CELLS`.
+
+        Raises `ConfigError` with llama.cpp's reason where it cannot serve these settings.
+        """
+        library = load_library()
+        params = library.llama_context_default_params()
+        params.n_ctx = num_tokens
+        params.n_batch = batch_tokens
+        params.n_ubatch = min(512, batch_tokens)
+        params.n_seq_max = num_slots
+        params.n_threads = params.n_threads_batch = num_threads
+        params.type_k = params.type_v = GGMLQuantizationType[kv_dtype.upper()]
+        if kv_dtype == "f32":  # flash attention would round it to f16; elsewhere llama.cpp decides
+            params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.kv_unified = True  # part of a sequence can be copied only within one stream
+        if hasattr(params, "n_outputs_max"):  # newer builds: a smaller compute buffer
+            params.n_outputs_max = max_outputs
+        log.clear()
+        pointer = library.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            raise ConfigError(
+                f"llama.cpp cannot set up a KV cache of {num_tokens} tokens in {kv_dtype}: {log.reason()}"
+            )
+        self.close = weakref.finalize(self, library.llama_free, pointer)
+        self.close.atexit = False
+        self._library, self._pointer, self._model = library, pointer, model
+        self._memory = library.llama_get_memory(pointer)
+        self.has_memory = bool(self._memory)  # encoders and diffusion models have none, and must not `decode`
+        self._vocab_size = library.llama_vocab_n_tokens(model.vocab)
+        self.capacity: int = library.llama_n_ctx(pointer)
+        self.batch_tokens: int = library.llama_n_batch(pointer)
+        self._make_batch()
+
+    def can_truncate(self) -> bool:
+        """Whether tokens can be dropped from a sequence's end: not where a state or a window replaced them."""
+        library, model = self._library, self._model.pointer
+        keeps_state = library.llama_model_is_recurrent(model) or library.llama_model_is_hybrid(model)
+        is_windowed = library.llama_model_n_swa(model) > 0
+        return not keeps_state and not is_windowed and bool(library.llama_memory_can_shift(self._memory))
+
+    def decode(self, token_ids: Ids, positions: Ids, slots: Ids, rows: Ids) -> None:
+        """Computes 1 .. batch_tokens tokens. `rows`: the entries whose logits are wanted, ascending.
+
+        On a GPU it returns before the work is done. Raises `BackendError`.
+        """
+        count = len(token_ids)
+        self._batch.n_tokens = count
+        self._token_ids[:count] = token_ids
+        self._positions[:count] = positions
+        self._slots[:count] = slots
+        self._is_output[:count] = 0
+        self._is_output[rows] = 1
+        log.clear()
+        code = self._library.llama_decode(self._pointer, self._batch)
+        if code == _KV_FULL:
+            raise BackendError(
+                f"KV cache full: no room for {count} more tokens in {self.capacity}", nothing_changed=True
+            )
+        if code == _REFUSED:
+            raise BackendError(f"llama.cpp refused the batch: {log.reason()}", nothing_changed=True)
+        if code:
+            raise BackendError(f"llama.cpp failed in a step (code {code}): {log.reason()}")
+
+    def logits(self, rows: Ids) -> NDArray[np.float32]:
+        """Waits; the logits of the last `decode` for its `rows`, [len(rows), V]: a view until the next one."""
+        if not len(rows):
+            return np.empty((0, self._vocab_size), np.float32)
+        # llama.cpp keeps the rows of a batch in order, one behind the other.
+        first = self._library.llama_get_logits_ith(self._pointer, int(rows[0]))
+        if not first:
+            raise BackendError(f"llama.cpp has no logits: {log.reason()}")
+        return np.ctypeslib.as_array(first, (len(rows), self._vocab_size))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Sequence `target` begins as the first `length` tokens of `source`, in the same cells."""
+        self._library.llama_memory_seq_cp(self._memory, source, target, 0, length)
+
+    def remove(self, slot: int, start: int) -> bool:
+        """Drops the tokens of a sequence from `start` on; False where the model cannot."""
+        return bool(self._library.llama_memory_seq_rm(self._memory, slot, start, -1))
+
+    def _make_batch(self) -> None:
+        """A `llama_batch` over arrays of our own, so that filling them is four copies."""
+        size = self.batch_tokens
+        self._token_ids, self._positions, self._slots = np.zeros((3, size), np.int32)
+        self._is_output = np.zeros(size, np.int8)
+        self._ones = np.ones(size, np.int32)  # each token belongs to one sequence
+        each = self._slots.ctypes.data + self._slots.itemsize * np.arange(size, dtype=np.uintp)
+        self._slot_pointers = each
+        int32s = ctypes.POINTER(ctypes.c_int32)
+        self._batch: Any = self._library.llama_batch(
+            n_tokens=0,
+            token=self._token_ids.ctypes.data_as(int32s),
+            embd=None,
+            pos=self._positions.ctypes.data_as(int32s),
+            n_seq_id=self._ones.ctypes.data_as(int32s),
+            seq_id=each.ctypes.data_as(ctypes.POINTER(int32s)),
+            logits=self._is_output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
