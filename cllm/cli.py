@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from .config import BACKENDS, KERNELS, KV_CACHE_DTYPES, EngineConfig, make_config
 from .errors import CLLMError, ConfigError, InvalidRequestError
+from .hub import model_path
 from .params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,11 @@ logger = logging.getLogger(__name__)
 _Flags = list[tuple[str, tuple[str, ...], dict[str, Any]]]
 
 _ENGINE_FLAGS: _Flags = [
-    ("model", ("-m", "--model"), {"metavar": "FILE", "help": "path of a GGUF file"}),
+    (
+        "model",
+        ("-m", "--model"),
+        {"metavar": "FILE", "help": "GGUF file (default: demo, the model in the package)"},
+    ),
     ("backend", ("--backend",), {"choices": BACKENDS, "help": "what computes (default: kylin)"}),
     ("context_length", ("-c", "--ctx-size"), {"type": int, "metavar": "N", "help": "tokens of one sequence"}),
     ("max_num_seqs", ("-np", "--parallel"), {"type": int, "metavar": "N", "help": "sequences at once"}),
@@ -135,7 +140,7 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
         if value is not None:
             settings[field] = value
     config = make_config(settings)
-    if config.backend != "mock" and not os.path.exists(config.model):
+    if config.backend != "mock" and not os.path.exists(model_path(config.model)):
         _check_model_name(config.model)
     return config
 
@@ -243,11 +248,6 @@ def _truth(text: str) -> bool:
 
 def _check_model_name(name: str) -> None:
     """Raises `ConfigError` for a name that is meant to stand for a file but is none."""
-    if name == "demo":
-        raise ConfigError(
-            "no model is named, and none comes with the package yet: fetch one with python tools/fetch_smollm2.py, "
-            "then give -m models/SmolLM2-135M-Instruct.Q4_1.gguf"
-        )
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) and not name.endswith(".gguf"):
         raise ConfigError(f"there is no file {name!r}, and {_NOT_FETCHED}", field="model")
 

@@ -165,7 +165,6 @@ def test_no_stdin_at_all(monkeypatch: pytest.MonkeyPatch, mocked: Callable[..., 
 @pytest.mark.parametrize(
     ("model", "status", "named"),
     [
-        ("demo", 2, "python tools/fetch_smollm2.py, then give -m models/SmolLM2"),
         (
             "user/repo:Q4_K_M",
             2,

@@ -34,7 +34,7 @@ LEVELS = [
         "kylin/model.py",
     ],
     ["kv_tree.py", "sampler_kernels.py", "sampler.py", "scheduler.py", "batch.py"],
-    ["tokenizer.py", "reasoning.py", "answer_text.py", "chat.py"],
+    ["tokenizer.py", "reasoning.py", "answer_text.py", "chat.py", "hub.py"],
     [
         "backends/base.py",
         "backends/kylin.py",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import EngineConfig
+from ..hub import model_path
 from ..kylin.gguf import read_gguf
 from ..tokenizer import Tokenizer, make_tokenizer
 from .base import Backend
@@ -15,6 +18,7 @@ def load_backend(config: EngineConfig) -> tuple[Backend, Tokenizer]:
         from .mock import load_mock
 
         return load_mock(config)
+    config = replace(config, model=model_path(config.model))
     if config.backend == "llama":
         from .llama import load_llama
 
