@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
+from cllm.backends import mock
+from cllm.backends.mock import MockScript
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -35,3 +38,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
+    """What the mock of each `LLM` made in the test does; it may be changed while it runs."""
+    script = MockScript()
+    load = mock.load_mock
+    monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
+    return script

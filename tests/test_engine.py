@@ -12,19 +12,10 @@ from typing import Any
 import pytest
 
 from cllm import LLM, BackendError, QueueFullError, SamplingParams
-from cllm.backends import mock
 from cllm.backends.mock import MockScript
 from cllm.stats import Histogram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
-    script = MockScript()
-    load = mock.load_mock
-    monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
-    return script
 
 
 @pytest.fixture
@@ -74,7 +65,7 @@ def test_a_hundred_cancels_with_the_slot_reused_at_once(llm: LLM, script: MockSc
             thread.start()
         prompt = "x" * (480 if round % 2 else 5)  # 480 tokens take over thirty steps of prefill
         inbox: SimpleQueue[list[Any]] = SimpleQueue()
-        victim = llm._request(
+        victim = llm.make_request(
             prompt, SamplingParams(max_tokens=30, ignore_eos=True), inbox.put, streaming=True
         )
         sequence = victim.sequences[0]
@@ -154,7 +145,7 @@ def test_nan_in_one_row_ends_that_request_only(llm: LLM, monkeypatch: pytest.Mon
 def test_the_queue_has_a_limit(script: MockScript) -> None:
     script.delay = 0.01
     with LLM(backend="mock", max_num_seqs=1, max_queue=4) as llm:
-        requests = [llm._request("x", GREEDY, lambda updates: None) for _ in range(6)]
+        requests = [llm.make_request("x", GREEDY, lambda updates: None) for _ in range(6)]
         with pytest.raises(QueueFullError, match="limit is 4"):
             llm._engine.submit(requests)
         llm._engine.submit(requests[:4])
@@ -181,7 +172,7 @@ def test_a_failing_receiver_harms_nobody(llm: LLM) -> None:
         raise RuntimeError("receiver")
 
     expected = text(llm, "one")
-    llm._engine.submit([llm._request("x", GREEDY, broken, streaming=True)])
+    llm._engine.submit([llm.make_request("x", GREEDY, broken, streaming=True)])
     assert text(llm, "one") == expected
 
 
@@ -249,7 +240,7 @@ def test_aborting_choices_delivers_each_end_once(llm: LLM, script: MockScript) -
     """Of three choices one has ended when the request is cancelled."""
     inbox: SimpleQueue[list[Any]] = SimpleQueue()
     params = SamplingParams(n=3, max_tokens=100, temperature=0, ignore_eos=True)
-    request = llm._request("x", params, inbox.put, streaming=True)
+    request = llm.make_request("x", params, inbox.put, streaming=True)
     request.sequences[1].max_tokens = 2
     llm._engine.submit([request])
     pieces: list[Any] = []

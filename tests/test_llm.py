@@ -9,19 +9,9 @@ from typing import Any
 import pytest
 
 from cllm import LLM, BackendError, ConfigError, ContextLengthError, InvalidRequestError, SamplingParams
-from cllm.backends import mock
 from cllm.backends.mock import MockScript
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
-    """What the mock of the next `LLM` does."""
-    script = MockScript()
-    load = mock.load_mock
-    monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
-    return script
 
 
 @pytest.fixture

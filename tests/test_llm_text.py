@@ -14,18 +14,9 @@ from qwen3_vocab import load_qwen3_vocab
 from tiny_vocab import qwen3_metadata
 
 from cllm import LLM, InvalidRequestError, SamplingParams
-from cllm.backends import mock
 from cllm.backends.mock import MockScript
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
-    script = MockScript()
-    load = mock.load_mock
-    monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
-    return script
 
 
 @pytest.fixture
