@@ -8,7 +8,13 @@ import sys
 from .cli import run_command
 from .errors import ConfigError
 
-COMMANDS = {"run": "generate text", "compare": "tell how far two engines lie apart"}
+COMMANDS = {
+    "run": "generate text",
+    "compare": "tell how far two engines lie apart",
+    "bench": "measure speed",
+    "serve": "serve a model over HTTP",
+    "models": "find, fetch and describe model files",
+}
 
 
 def main() -> None:

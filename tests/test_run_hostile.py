@@ -216,7 +216,7 @@ def test_a_context_beyond_the_model_names_the_flag(
         (["-c", "8", "too long a prompt"], "the prompt has 17 tokens; the context holds 8"),
         (["-c", "8", "-p", "short", "-p", "too long a prompt"], "prompt 1: the prompt has 17 tokens"),
         ([""], "the prompt is empty"),
-        (["--kv-cache-tokens", "9", "-n", "5", "prompt"], "argument -n/--max-tokens: prompt (6 tokens)"),
+        (["--kv-cache-tokens", "9", "-n", "15", "prompt"], "argument -n/--max-tokens: prompt (6 tokens)"),
         (["-cnv", "prompt"], "no chat template"),
     ],
 )
@@ -268,6 +268,7 @@ BAD_SETTINGS: dict[str, Any] = {
     "num_gpu_layers": 1,
     "kv_cache_dtype": ["f16"],
     "kernels": b"auto",
+    "enable_prefix_caching": "yes",
     "max_queue": float("nan"),
 }
 

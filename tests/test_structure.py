@@ -18,7 +18,10 @@ LEVELS = [
     ["machine.py", "config.py", "params.py", "outputs.py", "hooks.py", "sequence.py", "plan.py", "stats.py"],
     [
         "kylin/__init__.py",
+        "kylin/simd.py",
         "kylin/jit.py",
+        "kylin/native.py",
+        "kylin/team.py",
         "kylin/gguf.py",
         "kylin/quants.py",
         "kylin/rope.py",
@@ -28,9 +31,17 @@ LEVELS = [
         "kylin/plain_blocks.py",
         "kylin/plain_kernels.py",
         "kylin/plain.py",
-        "kylin/team.py",
         "kylin/ops.py",
         "kylin/attention.py",
+        "kylin/tiles.py",
+        "kylin/tile_types.py",
+        "kylin/rounding.py",
+        "kylin/matmul.py",
+        "kylin/attention_simd.py",
+        "kylin/phases.py",
+        "kylin/step.py",
+        "kylin/program.py",
+        "kylin/fast.py",
         "kylin/model.py",
     ],
     ["kv_tree.py", "sampler_kernels.py", "sampler.py", "scheduler.py", "batch.py"],
@@ -47,7 +58,34 @@ LEVELS = [
     ],
     ["executor.py"],
     ["engine.py", "llm.py"],
-    ["cli.py", "conversation.py", "run.py", "comparison.py", "compare.py", "__main__.py"],
+    [
+        "cli.py",
+        "conversation.py",
+        "run.py",
+        "comparison.py",
+        "compare.py",
+        "bench/ceilings.py",
+        "bench/__init__.py",
+        "bench/__main__.py",
+        "bench/speed.py",
+        "models.py",
+        "server/__init__.py",
+        "server/failures.py",
+        "server/schemas.py",
+        "server/web.py",
+        "server/service.py",
+        "server/logprobs.py",
+        "server/sse.py",
+        "server/openai_events.py",
+        "server/openai.py",
+        "server/native.py",
+        "server/metrics.py",
+        "server/benchmark.py",
+        "server/routes.py",
+        "server/app.py",
+        "serve.py",
+        "__main__.py",
+    ],
 ]
 ORDER = [module for row in LEVELS for module in row]
 KYLIN_MAY_IMPORT = {"numpy", "numba", "llvmlite", "gguf.constants", "cllm.errors", "cllm.hooks"}
@@ -116,7 +154,7 @@ def test_every_module_says_what_it_owns(module: str) -> None:
 
 
 def test_import_loads_no_heavy_library() -> None:
-    heavy = ("numba", "llvmlite", "llama_cpp", "jinja2", "torch")
+    heavy = ("numba", "llvmlite", "llama_cpp", "jinja2", "torch", "huggingface_hub")
     code = f"import sys, cllm; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from ..batch import Batch
 from ..config import EngineConfig
-from ..hooks import hook_names
 from ..kylin.gguf import GGUFFile
 from ..kylin.kv_cache import BLOCK, KVCache, block_bytes, blocks_for
 from ..kylin.model import Model
@@ -48,7 +47,16 @@ class KylinBackend(Backend):
             dtype=config.kv_cache_dtype,
         )
         self._team = Team(config.num_threads or available_cores())
-        self._model = Model(weights, self._cache, self._team, info.context_length)
+        # A bar on a terminal where repacking or compiling takes long.
+        with tqdm(delay=0.5, leave=False, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}") as bar:
+
+            def show(stage: str, done: int, total: int) -> None:
+                bar.desc, bar.n, bar.total = stage, done, total
+                bar.refresh()
+
+            self._model = Model(weights, self._cache, self._team, info.context_length, config.kernels, show)
+        description = info.description.replace("kylin,", f"kylin, kernels {self._model.description},", 1)
+        self.info = replace(info, description=description)
 
     def launch(self, batch: Batch) -> Step:
         self._cache.extend(count_new_tokens(batch, self._cache.lengths, self.info))
@@ -61,18 +69,10 @@ class KylinBackend(Backend):
         self._cache.truncate(slot, length)
 
     def warm_up(self) -> None:
-        """Runs one token, so that every kernel is compiled; a progress bar shows where that takes long."""
+        """Runs one token, so that the rest is compiled that loading the model has not."""
         zero = np.zeros(1, np.int32)
-        batch = Batch(token_ids=zero, positions=zero, slots=zero, logit_rows=zero)
         self._cache.extend({0: 1})
-        shape = self._model.weights.shape
-        names = hook_names(shape.num_layers, qk_norm=shape.table.qk_norm)
-        with tqdm(total=len(names), desc="compiling kernels", delay=0.5, leave=False, unit="op") as bar:
-
-            def count(name: str, activation: object) -> None:
-                bar.update()
-
-            self._model.forward(batch, tap=count)
+        self._model.forward(Batch(token_ids=zero, positions=zero, slots=zero, logit_rows=zero))
         self._cache.free(0)
 
     def close(self) -> None:
@@ -122,6 +122,6 @@ def _info(shape: ModelShape, config: EngineConfig) -> BackendInfo:
         max_logit_rows=max(MAX_LOGIT_ROWS, config.max_num_seqs),
         max_idle_tokens=None,  # blocks that no sequence of a step uses are not touched by it
         can_truncate=True,
-        description=f"kylin, kernels plain, {threads} threads, KV cache of {num_blocks * BLOCK} tokens "
+        description=f"kylin, {threads} threads, KV cache of {num_blocks * BLOCK} tokens "
         f"({num_blocks * bytes_a_block / 2**20:.0f} MiB, {config.kv_cache_dtype})",
     )

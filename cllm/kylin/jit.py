@@ -1,7 +1,8 @@
 """How kylin's kernels are compiled, and where the machine code is kept between runs.
 
 numba notices a change of the file that holds a kernel, but not of the files whose functions were inlined into it.
-So the folder of the cache carries a hash of all kernel sources: other sources, other folder.
+So the folder of the cache carries a hash of all kernel sources, and the instruction set that they were compiled
+for: other sources, other folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba import config, njit
+import numba.extending
+from numba import cfunc, config, njit, types
+
+from .simd import host_isa
+
+intrinsic: Any = (
+    numba.extending.intrinsic
+)  # the signature that it is typed with is the definition's, not the call's
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +34,31 @@ def kernel(function: Callable[..., Any], signature: Any = None) -> Any:
 
     With a `signature` it is compiled now, otherwise at its first call.
     """
+    return _cached(lambda: njit(signature, nogil=True, cache=True, error_model="numpy")(function))
+
+
+def native_function(function: Callable[..., Any], num_arguments: int) -> Any:
+    """Compiles a function of int64 arguments to machine code with a fixed `address`, and `ctypes` to call it by.
+
+    Compiled code calls it through the address, so it is compiled once and not again with each of its callers.
+    """
+    signature = types.void(*(types.int64,) * num_arguments)
+    return _cached(lambda: cfunc(signature, cache=True, error_model="numpy")(function))
+
+
+def _cached(compile_: Callable[[], Any]) -> Any:
+    """Calls `compile_` such that numba keeps what it compiles in `cache_dir`."""
     before = config.CACHE_DIR  # type: ignore[attr-defined]  # set from the environment when numba is loaded
     config.CACHE_DIR = before or cache_dir()  # type: ignore[attr-defined]
     try:
-        return njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+        return compile_()
     finally:
         config.CACHE_DIR = before  # type: ignore[attr-defined]  # other users of numba in this process keep their own place
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compiles a helper into each kernel that calls it."""
-    return njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    """Makes a helper a part of each kernel that calls it. It is never compiled by itself, which would take time."""
+    return njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
 @cache
@@ -45,7 +67,7 @@ def cache_dir() -> str:
 
     In the user's cache directory, or, where that cannot be written, in a temporary one (and the log says so).
     """
-    name = f"kernels-{_source_hash()}"
+    name = f"kernels-{host_isa()}-{_source_hash()}"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "cllm" / name
     fallback = Path(tempfile.gettempdir()) / f"cllm-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / name
     for folder in (home, fallback):

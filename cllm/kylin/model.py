@@ -1,6 +1,8 @@
-"""The forward pass over a batch of tokens of many sequences, on the plain kernels and the block cache.
+"""The forward pass over a batch of tokens of many sequences, on the block cache.
 
-It computes what `reference.py` defines. It knows slots and positions, never requests.
+It computes what `reference.py` defines, on the fast kernels or the plain ones. Operation by operation here, so
+that hooks can look in between; without hooks the fast kernels run a whole step at once (`step.py`), which gives
+the same bits. It knows slots and positions, never requests.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..hooks import Tap
 from . import attention, ops, plain
+from .fast import FastPath, Progress, can_run_fast
 from .kv_cache import KVCache, to_stored
 from .quants import ACTIVATION_ROUNDING, dequantize
 from .rope import rope_table
@@ -35,9 +38,21 @@ class Tokens(Protocol):
 
 
 class Model:
-    """One model over one cache. `max_positions` bounds the positions of a sequence."""
+    """One model over one cache. `max_positions` bounds the positions of a sequence.
 
-    def __init__(self, weights: Weights, cache: KVCache, team: Team, max_positions: int) -> None:
+    `kernels`: "auto" for the fast ones where the model's types and the machine have them, or "plain". `progress`
+    is told (stage, done, total) while the fast ones are made ready.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        cache: KVCache,
+        team: Team,
+        max_positions: int,
+        kernels: str = "auto",
+        progress: Progress | None = None,
+    ) -> None:
         self.weights, self.cache, self.team = weights, cache, team
         shape = weights.shape
         self._cos, self._sin = rope_table(
@@ -45,16 +60,30 @@ class Model:
         )
         self._rope = ops.rope_halves if shape.table.rope_pairs == "halves" else ops.rope_neighbours
         self._eps = np.float32(shape.rms_eps)
+        self._fast: FastPath | None = None
+        if kernels != "plain" and can_run_fast(weights):
+            self._fast = FastPath(weights, cache, team, (self._cos, self._sin), progress)
+
+    @property
+    def description(self) -> str:
+        """Which kernels run, for people."""
+        return self._fast.description if self._fast else "plain"
+
+    def phase_cycles(self) -> dict[str, int]:
+        """Where the time of all steps without hooks has gone: cycles by phase. Empty on the plain kernels."""
+        return self._fast.phase_cycles() if self._fast else {}
 
     def forward(self, batch: Tokens, tap: Tap | None = None) -> Floats:
         """Logits float32[R, V] of the rows asked for. The cache already counts the batch's tokens as held.
 
         `tap(name, activation)` is called at the hook points of `cllm.hooks`, over all T tokens of the batch;
         `hook_pattern` is not among them, since this pass never holds a whole pattern. What a tap is shown
-        may be overwritten afterwards: it copies what it keeps.
+        may be overwritten afterwards: it copies what it keeps. The result is valid until the next call.
         """
         embd = self.weights.token_embd
         x = dequantize(embd.data[batch.token_ids], embd.type)  # [T, D]
+        if self._fast and tap is None:
+            return self._fast.forward(x, batch.slots, batch.positions, batch.logit_rows)
         x = _see(tap, "hook_embed", x)
         for layer in range(len(self.weights.blocks)):
             x = self._attention(layer, x, batch, tap)
@@ -96,7 +125,9 @@ class Model:
         return _see(tap, at + "hook_resid_post", x + mlp_out)
 
     def _linear(self, x: Floats, *layers: Linear) -> list[Floats]:
-        """Each layer's product with the same x [T, columns], in one round of the team: [T, rows] each."""
+        """Each layer's product with the same x [T, columns]: [T, rows] each."""
+        if self._fast:
+            return self._fast.linear(x, *layers)
         roundings = {ACTIVATION_ROUNDING[layer.weight.type] for layer in layers}
         rounded = {rounding: plain.quantize(x, rounding) for rounding in roundings}
         outs = [np.empty((len(x), layer.weight.shape[0]), np.float32) for layer in layers]
@@ -135,6 +166,8 @@ class Model:
 
     def _attend(self, layer: int, q: Floats, k: Floats, v: Floats, batch: Tokens) -> Floats:
         """Stores k and v, then attends: q [T, H, C] -> z [T, H, C]."""
+        if self._fast:
+            return self._fast.attend(layer, q, k, v, batch.slots, batch.positions)
         keys, values, tables = self.cache.keys[layer], self.cache.values[layer], self.cache.tables
         slots, positions = batch.slots, batch.positions
         stored_k, stored_v = to_stored(k, keys), to_stored(v, values)

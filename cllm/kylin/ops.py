@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import kernel
+from .jit import inlined, kernel
 
 LANES = 16
 _LOG2_E = np.float32(1.4426950408889634)
@@ -18,7 +18,7 @@ _TO_NEAREST = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds a small flo
 _EXP_MIN, _EXP_MAX = np.float32(-87.0), np.float32(88.0)
 
 
-@kernel
+@inlined
 def exp32(x):  # type: ignore[no-untyped-def]
     """e^x in float32, relative error below 2e-7; 0 below -87, never infinite (x is capped at 88); NaN stays NaN."""
     small = x < _EXP_MIN
@@ -39,7 +39,7 @@ def exp32(x):  # type: ignore[no-untyped-def]
     return np.float32(0) if small else p * power
 
 
-@kernel
+@inlined
 def sum_lanes(lanes):  # type: ignore[no-untyped-def]
     """The sum of float32[16], added in halves: the one reduction tree of all float sums over lanes."""
     for i in range(8):
@@ -55,7 +55,8 @@ def rms_norm(x, weight, eps, out, begin, end):  # type: ignore[no-untyped-def]
     width = x.shape[1]
     lanes = np.empty(LANES, np.float32)
     for row in range(begin, end):
-        lanes[:] = np.float32(0)
+        for lane in range(LANES):
+            lanes[lane] = np.float32(0)
         for start in range(0, width - LANES + 1, LANES):
             for lane in range(LANES):
                 value = x[row, start + lane]
@@ -94,12 +95,18 @@ def rope_neighbours(x, positions, cos, sin, begin, end):  # type: ignore[no-unty
                 x[token, head, 2 * i + 1] = a * sin[at, i] + b * cos[at, i]
 
 
+@inlined
+def silu_mul_row(gate, up):  # type: ignore[no-untyped-def]
+    """gate = gate * sigmoid(gate) * up in place, for float32[n]."""
+    for i in range(gate.shape[0]):
+        value = gate[i]
+        small = exp32(-abs(value))
+        sigmoid = (np.float32(1) if value >= 0 else small) / (np.float32(1) + small)
+        gate[i] = value * sigmoid * up[i]
+
+
 @kernel
 def silu_mul(gate, up, begin, end):  # type: ignore[no-untyped-def]
     """gate = gate * sigmoid(gate) * up in place, for rows begin <= i < end of float32[T, F]."""
     for row in range(begin, end):
-        for i in range(gate.shape[1]):
-            value = gate[row, i]
-            small = exp32(-abs(value))
-            sigmoid = (np.float32(1) if value >= 0 else small) / (np.float32(1) + small)
-            gate[row, i] = value * sigmoid * up[row, i]
+        silu_mul_row(gate[row], up[row])

@@ -123,7 +123,7 @@ def _check_operands(data: Array, ggml_type: GGMLQuantizationType, acts: Activati
 
 
 @inlined
-def _find_largest(x: Array, t: int, begin: int, end: int) -> Any:
+def find_largest(x: Array, t: int, begin: int, end: int) -> Any:
     """(index, magnitude) of the first value of largest magnitude; NaN counts as larger than infinity.
 
     Without their sign, the bits of floats are ordered as the floats are."""
@@ -148,7 +148,7 @@ def _round_block(x: Array, t: int, begin: int, end: int, inverse: Any, values: A
 
 
 @inlined
-def _round_to_half(x: Any) -> Any:
+def round_to_half(x: Any) -> Any:
     """A finite x >= 0 rounded to f16 and back, ties to even; NaN where f16 overflows."""
     if x < _F32(2.0**-14):
         return (x + _F32(0.5)) - _F32(0.5)  # the step of floats from 0.5 on is that of f16 subnormals
@@ -164,7 +164,7 @@ def _quantize_q8_k(x: Array, values: Array, scales: Array, sums: Array) -> None:
     for t in range(scales.shape[0]):
         for b in range(scales.shape[1]):
             begin, end = 256 * b, 256 * b + 256
-            at, amax = _find_largest(x, t, begin, end)
+            at, amax = find_largest(x, t, begin, end)
             inverse = _F32(-127) / x[t, at]
             scale = _F32(1) / inverse
             if not amax <= _LARGEST_FINITE:
@@ -180,11 +180,11 @@ def _quantize_q8_0(x: Array, values: Array, scales: Array, sums: Array) -> None:
     for t in range(scales.shape[0]):
         for b in range(scales.shape[1]):
             begin, end = 32 * b, 32 * b + 32
-            _, amax = _find_largest(x, t, begin, end)
+            _, amax = find_largest(x, t, begin, end)
             inverse = _F32(127) / amax
             scale = _F32(np.nan)
             if amax <= _LARGEST_FINITE:
-                scale = _round_to_half(amax / _F32(127))
+                scale = round_to_half(amax / _F32(127))
             if not (inverse <= _LARGEST_FINITE and scale <= _LARGEST_FINITE):
                 inverse = _F32(0)
             scales[t, b] = scale

@@ -1,13 +1,31 @@
-"""Threads that share the rows of one operation. It knows neither arrays nor kernels.
+"""Threads that share the work of one operation or of one whole step. It knows neither arrays nor kernels.
 
-Work is cut into contiguous ranges. Which thread takes which range never changes a result, since every output
-element is made by one thread in one fixed order.
+Which thread takes which piece never changes a result, since every output element is made by one thread in one
+fixed order. There are two ways to share. `Team.run` hands Python callables to a pool: an operation at a time.
+`Team.enlist` starts threads that stay in compiled code: each waits in `wait_for_step`, does its share of a step
+between barriers, and waits again, so that a step of hundreds of phases never touches Python or its lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .jit import inlined, kernel
+from .native import atomic_add, atomic_load, pause, sched_yield, sem_init, sem_post, sem_wait
+
+CAN_ENLIST = sys.platform == "linux"  # unnamed semaphores
+
+_LINE = 8  # int64s of a cache line: what different threads write stands on different lines
+_STOP, _ARRIVED, _SEMAPHORES = 0, _LINE, 2 * _LINE  # places in a team's state; one semaphore a line
+_SPINS = 1000  # before a waiting thread offers its core to others
 
 
 class Team:
@@ -16,6 +34,9 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._helpers = ThreadPoolExecutor(num_threads - 1, "cllm-kylin") if num_threads > 1 else None
+        self.state = np.zeros(_SEMAPHORES + _LINE * num_threads, np.int64)
+        self._members: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end_members, self.state, self._members)
 
     def run(self, work: Callable[[int, int], None], num_items: int) -> None:
         """Calls `work(begin, end)` over ranges that together cover `range(num_items)`; returns when all are done.
@@ -35,7 +56,70 @@ class Team:
         for future in futures:
             future.result()
 
+    def enlist(self, serve: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """Starts `serve(state, member, *arguments)` for the members 1, 2, .. of the team, once.
+
+        `serve` is a kernel of the form `while wait_for_step(state, member): ...; barrier(state, num_members)`.
+        The caller is member 0, which begins each step with `begin_step`.
+        """
+        if self._members:
+            raise ValueError("the team has been enlisted already")
+        _init_semaphores(self.state, self.num_threads)
+        for member in range(1, self.num_threads):
+            # A daemon, so that interpreter exit does not wait for it: `_end` ends it then.
+            thread = threading.Thread(
+                target=serve, args=(self.state, member, *arguments), name=f"cllm-kylin-{member}", daemon=True
+            )
+            self._members.append(thread)
+            thread.start()
+
     def close(self) -> None:
         """Ends the helpers."""
+        self._end()
         if self._helpers is not None:
             self._helpers.shutdown()
+
+
+def _end_members(state: NDArray[np.int64], members: list[threading.Thread]) -> None:
+    if members:
+        state[_STOP] = 1
+        begin_step(state, len(members) + 1)
+        for thread in members:
+            thread.join()
+
+
+@kernel
+def _init_semaphores(state, num_members):  # type: ignore[no-untyped-def]
+    for member in range(num_members):
+        sem_init(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member), np.int32(0), np.uint32(0))
+
+
+@kernel
+def begin_step(state, num_members):  # type: ignore[no-untyped-def]
+    """Wakes the members 1, 2, .. of a team."""
+    for member in range(1, num_members):
+        sem_post(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member))
+
+
+@kernel
+def wait_for_step(state, member):  # type: ignore[no-untyped-def]
+    """Sleeps, outside Python, until the next step begins; False when the team ends instead."""
+    while sem_wait(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member)) != 0:
+        pass  # a signal came between
+    return state[_STOP] == 0
+
+
+@inlined
+def barrier(state, num_members):  # type: ignore[no-untyped-def]
+    """Returns when all members have come here as often as this one; what they wrote is visible then."""
+    if num_members == 1:
+        return
+    address = state.ctypes.data + 8 * _ARRIVED
+    target = (atomic_add(address, 1) // num_members + 1) * num_members
+    spins = 0
+    while atomic_load(address) < target:
+        spins += 1
+        if spins < _SPINS:
+            pause()
+        else:
+            sched_yield()

@@ -1,0 +1,20 @@
+"""`cllm bench`: measurements that anyone can repeat. Each kind is one file here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from ..errors import ConfigError
+
+KINDS = {"speed": "tokens a second of the backends alone, beside the machine's ceilings"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    kind, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if kind not in KINDS:
+        found = f"unknown benchmark {kind!r}" if kind else "no benchmark"
+        raise ConfigError(f"{found}; expected one of {', '.join(KINDS)}")
+    status: int = importlib.import_module(f"cllm.bench.{kind}").main(rest)
+    return status

@@ -1,0 +1,233 @@
+"""`cllm bench speed`: prefill and decode of the bare backends, alternating in one run, beside the machine's ceilings.
+
+A test runs on every backend in turn, round after round; medians and ratios are over rounds, so that a machine whose
+speed drifts is fair to both. Token ids are random: what they are changes no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..backends import load_backend
+from ..backends.base import Backend
+from ..batch import Batch
+from ..cli import CommandParser, add_engine_flags, engine_config, naming_flags
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..hub import model_path
+from ..kylin.gguf import read_gguf
+from ..machine import available_cores
+
+DECODE_STEPS = 64
+BATCHES = (1, 2, 4, 8, 16)
+DEPTHS = (0, 512, 4096)
+# What kylin is to reach, as a multiple of llama.cpp in the same run (Qwen3-0.6B shape, q4_k_m, 2 threads).
+TARGETS = {"pp128": 2.5, "pp512": 2.5, "tg64": 1.25, "tg64 x8": 3.3, "tg64 x16": 2.4, "tg64 @ d4096": 2.8}
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """`num_tokens` of prompt, or that many decode steps of `batch` sequences, behind `depth` tokens each."""
+
+    name: str
+    num_tokens: int
+    is_decode: bool
+    batch: int = 1
+    depth: int = 0
+
+
+@dataclass(slots=True)
+class Result:
+    """Tokens a second of one test on one backend, a value a round."""
+
+    test: Test
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, backend: str) -> float:
+        return statistics.median(self.samples[backend])
+
+    def ratio(self, first: str, second: str) -> float:
+        """The median over rounds of first / second."""
+        pairs = zip(self.samples[first], self.samples[second], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def make_tests(context: int) -> list[Test]:
+    """The tests that a context of so many tokens has room for."""
+    prefill = [Test(f"pp{n}", n, False) for n in (128, 512)]
+    batches = [Test("tg64" if n == 1 else f"tg64 x{n}", DECODE_STEPS, True, batch=n) for n in BATCHES]
+    deep = [Test(f"tg64 @ d{depth}", DECODE_STEPS, True, depth=depth) for depth in DEPTHS if depth]
+    return [test for test in prefill + batches + deep if test.depth + test.num_tokens <= context]
+
+
+class Runner:
+    """Drives one backend through the tests. What lies before the measured tokens is kept between rounds."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._random = np.random.default_rng(0)
+        self._lengths = [0] * backend.info.num_slots
+
+    def run(self, test: Test) -> float:
+        """Tokens a second. What lies before the measured tokens is computed outside the measured time."""
+        slots = list(range(test.batch))
+        for slot in slots:
+            if self._lengths[slot] > test.depth:
+                self.backend.truncate(slot, test.depth)
+                self._lengths[slot] = test.depth
+            self._prefill(slot, test.depth - self._lengths[slot])
+        started = time.perf_counter()
+        if test.is_decode:
+            for _ in range(test.num_tokens):
+                self._step(slots, [1] * len(slots))
+        else:
+            self._prefill(0, test.num_tokens)
+        return test.num_tokens * test.batch / (time.perf_counter() - started)
+
+    def clear(self) -> None:
+        """Empties all slots: idle tokens would slow llama.cpp's other tests."""
+        for slot, length in enumerate(self._lengths):
+            if length:
+                self.backend.free(slot)
+                self._lengths[slot] = 0
+
+    def _prefill(self, slot: int, num_tokens: int) -> None:
+        while num_tokens > 0:
+            count = min(num_tokens, self.backend.info.max_num_batched_tokens)
+            self._step([slot], [count])
+            num_tokens -= count
+
+    def _step(self, slots: list[int], counts: list[int]) -> None:
+        """`counts[i]` tokens more in `slots[i]`, with the logits of the last one of each."""
+        total = sum(counts)
+        positions = [
+            self._lengths[slot] + at for slot, n in zip(slots, counts, strict=True) for at in range(n)
+        ]
+        batch = Batch(
+            token_ids=self._random.integers(0, min(1000, self.backend.info.vocab_size), total, np.int32),
+            positions=np.array(positions, np.int32),
+            slots=np.repeat(np.array(slots, np.int32), counts),
+            logit_rows=(np.cumsum(counts) - 1).astype(np.int32),
+        )
+        self.backend.launch(batch).logits()
+        for slot, count in zip(slots, counts, strict=True):
+            self._lengths[slot] += count
+
+
+def measure(configs: dict[str, EngineConfig], rounds: int) -> list[Result]:
+    """Every test on every backend, `rounds` times after a round that is not counted."""
+    runners = {name: Runner(load_backend(config)[0]) for name, config in configs.items()}
+    for runner in runners.values():
+        runner.backend.warm_up()
+    context = min(runner.backend.info.context_length for runner in runners.values())
+    results = [Result(test, {name: [] for name in runners}) for test in make_tests(context)]
+    for result in results:
+        for number in range(rounds + 1):
+            order = list(runners) if number % 2 else list(runners)[::-1]
+            for name in order:
+                speed = runners[name].run(result.test)
+                if number:
+                    result.samples[name].append(speed)
+        for runner in runners.values():
+            runner.clear()
+    for runner in runners.values():
+        runner.backend.close()
+    return results
+
+
+def report(results: list[Result], path: str, num_threads: int) -> dict[str, Any]:
+    """The figures with llama-bench's column names, and the share of the ceiling that bounds each test."""
+    from .ceilings import dot_gigaops_a_second, read_gigabytes_a_second
+
+    file = read_gguf(path)
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2]
+    num_bytes, num_weights = (
+        sum(tensor.nbytes for tensor in matrices),
+        sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices),
+    )
+    read, dots = read_gigabytes_a_second(num_threads), dot_gigaops_a_second(num_threads)
+    rows = []
+    for result in results:
+        for name in result.samples:
+            speed, test = result.median(name), result.test
+            by_memory = speed / test.batch * num_bytes / 1e9 / read
+            by_dots = speed * 2 * num_weights / 1e9 / dots
+            rows.append(
+                {
+                    "model": str(file.metadata.get("general.name", path)),
+                    "size": num_bytes,
+                    "params": num_weights,
+                    "backend": name,
+                    "threads": num_threads,
+                    "test": test.name,
+                    "t/s": speed,
+                    "samples_ts": result.samples[name],
+                    "ceiling": "read" if by_memory > by_dots else "dot",
+                    "share": max(by_memory, by_dots),
+                    "ratio": result.ratio("kylin", "llama") if "llama" in result.samples else None,
+                    "target": TARGETS.get(test.name),
+                }
+            )
+    return {"read_gb_s": read, "dot_gops": dots, "rows": rows}
+
+
+def format_table(figures: dict[str, Any]) -> str:
+    """A line a test: each backend's tokens a second and share of its ceiling, and the ratio."""
+    lines = [f"streaming read {figures['read_gb_s']:.1f} GB/s, int8 dot {figures['dot_gops']:.0f} GOPS"]
+    lines.append(f"{'test':14}{'backend':8}{'t/s':>9}{'of ceiling':>14}{'kylin/llama':>13}{'target':>8}")
+    for row in figures["rows"]:
+        tail = ""
+        if row["backend"] == "kylin" and row["ratio"] is not None:
+            target = f"{row['target']:8.2f}" if row["target"] else ""
+            tail = f"{row['ratio']:13.2f}{target}"
+        share = f"{row['share']:.0%} {row['ceiling']}"
+        lines.append(f"{row['test']:14}{row['backend']:8}{row['t/s']:9.1f}{share:>14}{tail}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    args = _parser().parse_args(argv)
+    with naming_flags(args):
+        names = args.backends.split(",")
+        if "kylin" not in names or not set(names) <= {"kylin", "llama"}:
+            raise ConfigError("argument --backends: expected kylin or kylin,llama")
+        base = engine_config(args, max_num_seqs=max(BATCHES))
+        context = min(_trained_context(base), max(DEPTHS) + 2 * DECODE_STEPS)
+        base = replace(
+            base,
+            num_threads=base.num_threads or available_cores(),
+            context_length=base.context_length or context,
+            kv_cache_tokens=base.kv_cache_tokens or context + 2 * DECODE_STEPS * max(BATCHES),
+        )
+        results = measure({name: replace(base, backend=name) for name in names}, args.rounds)
+    figures = report(results, model_path(base.model), base.num_threads or 1)
+    print(json.dumps(figures) if args.json else format_table(figures))
+    missed = [
+        r for r in figures["rows"] if r["ratio"] is not None and r["target"] and r["ratio"] < r["target"]
+    ]
+    return 1 if args.check and missed else 0
+
+
+def _trained_context(config: EngineConfig) -> int:
+    metadata = read_gguf(model_path(config.model)).metadata
+    return int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 4096))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="cllm bench speed", description="Prefill and decode of the bare backends.")
+    parser.add_argument("--backends", default="kylin,llama", help="default: kylin,llama")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3, after one to warm up")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--check", action="store_true", help="exit status 1 where a ratio is below its target"
+    )
+    add_engine_flags(parser)
+    return parser

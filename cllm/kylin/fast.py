@@ -1,0 +1,193 @@
+"""A model's weights repacked for the fast kernels, the buffers of a step, and the calls into compiled code.
+
+It decides which models have the fast path, and owns the memory that the kernels only know as addresses. The
+order of operations is not decided here: a whole step is `step.py`, one at a time `model.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import attention_simd, step
+from .gguf import Tensor
+from .kv_cache import KVCache
+from .matmul import PackedMatrix, compiled_kernel, is_fast, multiply, pack, packed_bytes
+from .phases import MAX_TOKENS, PHASE_NAMES, PHASES
+from .program import make_program, matrices_of
+from .rounding import round_rows
+from .simd import host_isa
+from .step import phase_address
+from .team import CAN_ENLIST, Team
+from .weights import Floats, Linear, Weights
+
+Bytes = NDArray[np.uint8]
+Ids = NDArray[np.int32]
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+
+_LANES = 16  # rows of a group: what the widths inside a model must be multiples of
+_PACK_BYTES = 1 << 22  # of one piece of repacking
+
+
+def can_run_fast(weights: Weights) -> bool:
+    """Whether every matrix has fast kernels, every width fits them, and this system can park threads."""
+    shape = weights.shape
+    widths = (shape.head_width, shape.width, shape.ffn_width)
+    fits = all(width % _LANES == 0 for width in widths)
+    return CAN_ENLIST and fits and all(is_fast(layer.weight.type) for layer in matrices_of(weights))
+
+
+class FastPath:
+    """The fast kernels over one model, one cache and one team, which is enlisted at the first step."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        cache: KVCache,
+        team: Team,
+        rope: tuple[Floats, Floats],
+        progress: Progress | None = None,
+    ) -> None:
+        self.description = f"SIMD ({host_isa()})"
+        self._weights, self._cache, self._team = weights, cache, team
+        progress = progress or (lambda stage, done, total: None)
+        _compile_all(weights, progress)
+        self._packed = _pack_all(weights, team, progress)
+        self._program = make_program(weights, self._packed, cache, rope)
+        self._logits = np.empty((0, self._packed[weights.output.weight].padded_rows), np.float32)
+        self._is_enlisted = False
+
+    def forward(self, embeddings: Floats, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
+        """Logits float32[R, V] of embeddings float32[T, D]; valid until the next call."""
+        if not self._is_enlisted:
+            self._team.enlist(step.serve, (self._team.num_threads, *self._program.arguments))
+            self._is_enlisted = True
+        order = np.argsort(logit_rows // MAX_TOKENS, kind="stable")
+        rows = logit_rows[order]
+        logits = self._logit_buffer(len(rows))
+        for begin in range(0, len(embeddings), MAX_TOKENS):
+            end = min(begin + MAX_TOKENS, len(embeddings))
+            first, last = np.searchsorted(rows // MAX_TOKENS, (begin // MAX_TOKENS, begin // MAX_TOKENS + 1))
+            part = slice(begin, end)
+            self._run(
+                embeddings[part], slots[part], positions[part], rows[first:last] - begin, logits[first:]
+            )
+        logits = logits[:, : self._weights.shape.vocab_size]
+        in_order = (order[1:] > order[:-1]).all()
+        return logits if in_order else logits[np.argsort(order)]
+
+    def phase_cycles(self) -> dict[str, int]:
+        """Cycles of the processor's counter that the first thread spent in each phase, since the model was made."""
+        return dict(zip(PHASE_NAMES, self._program.phase_cycles.tolist(), strict=True))
+
+    # --- one operation at a time, for a step that hooks look into ---
+
+    def linear(self, x: Floats, *layers: Linear) -> list[Floats]:
+        """Each layer's product with float32[T, columns]: [T, rows] each."""
+        matrices = [self._packed[layer.weight] for layer in layers]
+        acts = {kind: round_rows(x, kind) for kind in {matrix.rounding for matrix in matrices}}
+        results = []
+        for layer, matrix in zip(layers, matrices, strict=True):
+            out = np.empty((len(x), matrix.padded_rows), np.float32)
+
+            def share(begin: int, end: int, matrix: PackedMatrix = matrix, out: Floats = out) -> None:
+                multiply(matrix, acts[matrix.rounding], out, begin, end)
+
+            self._team.run(share, len(matrix.data))
+            out = np.ascontiguousarray(out[:, : matrix.num_rows])
+            if layer.bias is not None:
+                out += layer.bias
+            results.append(out)
+        return results
+
+    def attend(self, layer: int, q: Floats, k: Floats, v: Floats, slots: Ids, positions: Ids) -> Floats:
+        """Stores k and v [T, K, C], then attends: q [T, H, C] -> z [T, H, C]."""
+        keys, values, tables = self._cache.keys[layer], self._cache.values[layer], self._cache.tables
+        kv_heads = k.shape[1]
+        for token in range(len(q)):
+            attention_simd.store_token(k, v, keys, values, tables, slots, positions, token)
+        tiles = np.empty((len(q), 2), np.int32)
+        num_tiles = attention_simd.find_tiles(slots, positions, len(q), tiles)
+        z = np.empty_like(q)
+
+        def share(first: int, last: int) -> None:
+            group = q.shape[1] // kv_heads
+            rows, scores = attention_simd.make_scratch(group, q.shape[2], int(positions.max()) + 1)
+            for item in range(first, last):
+                begin, end = tiles[item // kv_heads]
+                attention_simd.attend_tile(
+                    q, keys, values, tables, slots, positions, begin, end, item % kv_heads, rows, scores, z
+                )
+
+        self._team.run(share, num_tiles * kv_heads)
+        return z
+
+    def _logit_buffer(self, num_rows: int) -> Floats:
+        if num_rows > len(self._logits):
+            self._logits = np.empty((num_rows, self._logits.shape[1]), np.float32)
+        return self._logits[:num_rows]
+
+    def _run(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
+        self._program.set_inputs(embeddings, slots, positions, rows, logits)
+        step.lead(self._team.state, self._team.num_threads, *self._program.arguments)
+        if self._weights.output.bias is not None:
+            logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias
+
+
+def _compile_all(weights: Weights, progress: Progress) -> None:
+    """Compiles what the model needs, or loads it from the cache on disk."""
+    types = {layer.weight.type for layer in matrices_of(weights)}
+    compilers = [partial(compiled_kernel, ggml_type) for ggml_type in types]
+    compilers += [partial(phase_address, phase) for phase in PHASES]
+    for number, compiler in enumerate(compilers):
+        progress("compiling kernels", number, len(compilers))
+        compiler()
+
+
+# --- repacking ----------------------------------------------------------------------------------------------------
+
+
+def _pack_all(weights: Weights, team: Team, progress: Progress) -> dict[Tensor, PackedMatrix]:
+    """Every matrix in groups, side by side in one arena; the file's pages are given back as they are done."""
+    tensors = [layer.weight for layer in matrices_of(weights)]
+    sizes = [packed_bytes(tensor) for tensor in tensors]
+    arena = np.empty(sum(sizes) + 64, np.uint8)
+    at = -arena.ctypes.data % 64  # all sizes are multiples of 64: no load crosses a cache line
+    packed = {}
+    for tensor, size in zip(tensors, sizes, strict=True):
+        data = arena[at : at + size].reshape(-(-tensor.shape[0] // _LANES), -1)
+        at += size
+        piece = max(1, _PACK_BYTES // data.shape[1])
+        for begin in range(0, len(data), piece * team.num_threads):
+            end = min(begin + piece * team.num_threads, len(data))
+
+            def share(
+                low: int, high: int, tensor: Tensor = tensor, data: Bytes = data, begin: int = begin
+            ) -> None:
+                pack(tensor, data, begin + low, begin + high)
+
+            team.run(share, end - begin)
+            progress("repacking weights", at - size + end * data.shape[1], len(arena))
+        _give_back(tensor)
+        packed[tensor] = PackedMatrix(tensor.type, tensor.shape[0], tensor.shape[1], data)
+    return packed
+
+
+def _give_back(tensor: Tensor) -> None:
+    """Drops the tensor's pages of the mapped file from this process; they come back when they are read."""
+    owner: Any = tensor.data
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    mapping = owner.obj if isinstance(owner, memoryview) else owner
+    if not isinstance(mapping, mmap.mmap) or not hasattr(mapping, "madvise"):
+        return
+    start = tensor.data.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if length > 0:
+        mapping.madvise(mmap.MADV_DONTNEED, begin, length)

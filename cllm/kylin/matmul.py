@@ -1,0 +1,215 @@
+"""Matrix products on repacked weights: which types have fast kernels, how weights get into their layout, and
+the compiled entry points. It must not know models or threads: a caller gives each thread a range of groups.
+
+The inner loops are in `tile_types.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+from .gguf import Tensor
+from .jit import intrinsic, kernel, native_function
+from .quants import ACTIVATION_ROUNDING
+from .simd import I64, host_isa
+from .tile_types import TILE_TYPES
+from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
+
+_ISA = host_isa()
+_ARGUMENTS = (types.int64,) * 9
+
+
+def is_fast(ggml_type: GGMLQuantizationType) -> bool:
+    """Whether there are fast kernels for weights of a type."""
+    return ggml_type in TILE_TYPES
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight matrix in groups of 16 rows; rows past the last are zeros. `data` uint8[groups, group bytes]."""
+
+    type: GGMLQuantizationType
+    num_rows: int
+    num_columns: int
+    data: NDArray[np.uint8] = field(repr=False)
+
+    @property
+    def num_records(self) -> int:
+        return _num_records(self.type, self.num_columns)
+
+    @property
+    def rounding(self) -> str:
+        return ACTIVATION_ROUNDING[self.type]
+
+    @property
+    def padded_rows(self) -> int:
+        return len(self.data) * ROWS
+
+
+def packed_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor's groups."""
+    rows, columns = tensor.shape
+    words = TILE_TYPES[tensor.type].words
+    return -(-rows // ROWS) * _num_records(tensor.type, columns) * words * WORD
+
+
+def pack(tensor: Tensor, out: NDArray[np.uint8], begin: int, end: int) -> None:
+    """Repacks the groups begin <= g < end of `tensor` into uint8[groups, group bytes]."""
+    kind = TILE_TYPES[tensor.type]
+    words = out.view(np.uint32).reshape(len(out), -1, kind.words, ROWS)
+    _pack_groups(
+        tensor.data.view(np.uint16),
+        np.array(kind.order, np.int32),
+        _source_halves(tensor.type),
+        words,
+        begin,
+        end,
+    )
+    for word in kind.spread:
+        part = words[begin:end, :, word]
+        part[...] = _spread(part)
+
+
+def multiply(
+    matrix: PackedMatrix,
+    acts: NDArray[np.uint8],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    """out[t, r] = matrix[r] . acts[t] for the rows of the groups begin <= g < end.
+
+    acts uint8[T, bytes of `rounding.row_bytes`]; out float32[T, padded rows], both in C order. Raises ValueError
+    for shapes or a range that do not fit: the kernels check nothing.
+    """
+    expected = (
+        (len(acts), matrix.num_records * RECORD_BYTES[matrix.rounding]),
+        (len(acts), matrix.padded_rows),
+    )
+    if (acts.shape, out.shape) != expected or not (acts.flags.c_contiguous and out.flags.c_contiguous):
+        raise ValueError(f"expected activations and output of {expected}, found {acts.shape} and {out.shape}")
+    if not 0 <= begin <= end <= len(matrix.data):
+        raise ValueError(f"groups {begin} to {end} do not lie within the {len(matrix.data)} of the matrix")
+    compiled_kernel(matrix.type).ctypes(
+        matrix.data.ctypes.data,
+        acts.ctypes.data,
+        acts.strides[0],
+        out.ctypes.data,
+        out.strides[0],
+        matrix.num_records,
+        len(acts),
+        begin,
+        end,
+    )
+
+
+@cache
+def compiled_kernel(ggml_type: GGMLQuantizationType) -> Any:
+    """The type's compiled kernel, with `address` and `ctypes`; its arguments are those of `tiles.emit_groups`."""
+    return native_function(_groups_of(ggml_type.name), len(_ARGUMENTS))
+
+
+def _groups_of(type_name: str) -> Any:
+    def groups(weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end):  # type: ignore[no-untyped-def]
+        emitted_groups(
+            type_name, _ISA, weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end
+        )
+
+    return groups
+
+
+@intrinsic(prefer_literal=True)
+def emitted_groups(  # type: ignore[no-untyped-def]
+    typing_context,
+    type_name,
+    isa,
+    weights,
+    acts,
+    acts_stride,
+    out,
+    out_stride,
+    num_records,
+    num_tokens,
+    begin,
+    end,
+):
+    """`tiles.emit_groups` of a type, as a part of the compiled function that calls it."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        ggml_type = GGMLQuantizationType[type_name.literal_value]
+        kind = TILE_TYPES[ggml_type]
+        sizes = TileSizes(kind.words * WORD, RECORD_BYTES[ACTIVATION_ROUNDING[ggml_type]])
+        name = f"cllm_{ggml_type.name}"
+        function = emit_groups(builder.module, isa.literal_value, name, kind.record, sizes)
+        function.linkage = "internal"
+        builder.call(function, values[2:])
+        return context.get_dummy_value()
+
+    return types.void(type_name, isa, *_ARGUMENTS), generate
+
+
+@intrinsic
+def call_groups(  # type: ignore[no-untyped-def]
+    typing_context, address, weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end
+):
+    """Calls the kernel at an address with the arguments of `tiles.emit_groups`."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(_ARGUMENTS))
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, *_ARGUMENTS), generate
+
+
+# --- repacking ----------------------------------------------------------------------------------------------------
+
+
+def _num_records(ggml_type: GGMLQuantizationType, num_columns: int) -> int:
+    kind = TILE_TYPES[ggml_type]
+    return -(-num_columns // (GGML_QUANT_SIZES[ggml_type][0] * kind.blocks))
+
+
+def _source_halves(ggml_type: GGMLQuantizationType) -> int:
+    """16-bit units of native blocks that make one record."""
+    return TILE_TYPES[ggml_type].blocks * GGML_QUANT_SIZES[ggml_type][1] // 2
+
+
+@kernel
+def _pack_groups(data, order, source_halves, words, begin, end):  # type: ignore[no-untyped-def]
+    """data uint16[rows, halves of a row] to words uint32[groups, records, words, 16]; what is missing is 0."""
+    for group in range(begin, end):
+        for record in range(words.shape[1]):
+            target = words[group, record]
+            for lane in range(ROWS):
+                row = group * ROWS + lane
+                if row >= data.shape[0]:
+                    for word in range(target.shape[0]):
+                        target[word, lane] = 0
+                    continue
+                source = data[row, record * source_halves :]
+                for word in range(target.shape[0]):
+                    low, high = order[2 * word], order[2 * word + 1]
+                    value = np.uint32(0)
+                    if 0 <= low < source.shape[0]:
+                        value = np.uint32(source[low])
+                    if 0 <= high < source.shape[0]:
+                        value = np.uint32(value | np.uint32(np.uint32(source[high]) << np.uint32(16)))
+                    target[word, lane] = value
+
+
+def _spread(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Bit 4 i + j to bit 8 j + i."""
+    result = np.zeros_like(words)
+    for i in range(8):
+        for j in range(4):
+            result |= (words >> np.uint32(4 * i + j) & np.uint32(1)) << np.uint32(8 * j + i)
+    return result

@@ -1,0 +1,323 @@
+"""The phases of a step: what each computes from the numbers that the program gives it, and how it is cut into
+pieces, which the members of a team claim from a counter.
+
+A phase is compiled once and called by its address, since code that is inlined into one big function is optimised
+again at each level. It must not know which layer it works for, files, or how weights are packed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from . import ops
+from .attention_simd import attend_tile_inline, make_scratch, store_token_inline
+from .jit import inlined
+from .matmul import call_groups
+from .native import atomic_add, carray, pointer
+from .rounding import KIND_OF, call_rounding
+from .tiles import ROWS
+
+MAX_TOKENS = 128  # of one step; a larger batch takes several
+NUM_KINDS = max(KIND_OF.values()) + 1
+PHASE_NAMES = ("norm", "qkv", "rope", "attention", "attn_output", "gate_up", "down", "output")
+
+
+class Field(IntEnum):
+    """What a step works on: places in an int64 vector of sizes and addresses. N is MAX_TOKENS."""
+
+    NUM_TOKENS = 0  # of this step
+    NUM_ROWS = 1  # of logits
+    NUM_TILES = 2  # of attention
+    SLOTS = 3  # int32[N]
+    POSITIONS = 4  # int32[N]
+    LOGIT_ROWS = 5  # int32[N]
+    TILES = 6  # int32[N, 2]
+    WIDTH = 7  # D
+    HEADS = 8  # H
+    KV_HEADS = 9  # K
+    HEAD_WIDTH = 10  # C
+    FFN_WIDTH = 11  # F
+    EPS = 12  # the address of a float32
+    HALVES = 13  # which pairs rope turns
+    COS = 14  # float32[positions, C/2]
+    SIN = 15
+    MAX_POSITIONS = 16
+    TABLES = 17  # int32[slots, blocks a slot]
+    NUM_SLOTS = 18
+    SLOT_BLOCKS = 19
+    NUM_BLOCKS = 20
+    X = 21  # float32[N, D], the residual
+    H = 22  # float32[N, D], what norms make of it
+    Q = 23  # float32[N, H, C]
+    K = 24  # float32[N, K, C]
+    V = 25  # float32[N, K, C]
+    Z = 26  # float32[N, H, C]
+    GATE = 27  # float32[N, F]
+    UP = 28  # float32[N, F]
+    Y = 29  # float32[N, D], what is added to the residual
+    ACTS = 30  # for each kind of rounding: uint8[N, bytes]
+    ACTS_BYTES = ACTS + NUM_KINDS
+    ROUNDINGS = ACTS_BYTES + NUM_KINDS  # for each kind the address of its compiled function, or 0
+    END = ROUNDINGS + NUM_KINDS
+
+
+NUM_FIELDS = int(Field.END)
+
+# A row of the program: | phase's address, counted as, operands 2..7 | counter of claims, 7 unused |, two cache lines.
+FUNCTION, COUNTED_AS, CLAIMS, ROW = 0, 1, 8, 16
+# A matrix is 8 numbers, to which the operands of a row point.
+KERNEL, DATA, RECORDS, GROUPS, KIND, OUT, OUT_STRIDE, BIAS = range(8)
+MATRIX = 8
+
+
+# --- reading the numbers --------------------------------------------------------------------------------------
+
+
+@inlined
+def _longs(address, count):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), count, np.int64)
+
+
+@inlined
+def _ints(address):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), MAX_TOKENS, np.int32)
+
+
+@inlined
+def _floats(address, shape):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), shape, np.float32)
+
+
+@inlined
+def _claim(row_at):  # type: ignore[no-untyped-def]
+    """The next piece, 0, 1, .., that no member has claimed."""
+    return atomic_add(row_at + 8 * CLAIMS, 1)
+
+
+@inlined
+def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
+    """Row `token` of x to the records of each rounding in `kinds`, a set of bits."""
+    for kind in range(NUM_KINDS):
+        if kinds >> kind & 1:
+            acts, acts_bytes = m[Field.ACTS + kind], m[Field.ACTS_BYTES + kind]
+            call_rounding(
+                m[Field.ROUNDINGS + kind], x.ctypes.data, x.shape[1], acts, acts_bytes, token, token + 1
+            )
+
+
+# --- the phases: (address of m, address of the program's row, members) --------------------------------------------
+
+
+def norm_and_round(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """H = norm(X), and its rounding. Operands: weight, kinds."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    width = m[Field.WIDTH]
+    x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
+    weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
+    token = _claim(row_at)
+    while token < m[Field.NUM_TOKENS]:
+        ops.rms_norm(x, weight, eps, h, token, token + 1)
+        _round_token(m, h, row[3], token)
+        token = _claim(row_at)
+
+
+def norm_logit_rows(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """As `norm_and_round`, of the rows whose logits are wanted, which move to the front."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    width, sources = m[Field.WIDTH], _ints(m[Field.LOGIT_ROWS])
+    x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
+    weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
+    target = _claim(row_at)
+    while target < m[Field.NUM_ROWS]:
+        for i in range(width):
+            h[target, i] = x[sources[target], i]
+        ops.rms_norm(h, weight, eps, h, target, target + 1)
+        _round_token(m, h, row[3], target)
+        target = _claim(row_at)
+
+
+def round_only(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """Operands: float32[N, width], width, kinds."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    x = _floats(row[2], (MAX_TOKENS, row[3]))
+    token = _claim(row_at)
+    while token < m[Field.NUM_TOKENS]:
+        _round_token(m, x, row[4], token)
+        token = _claim(row_at)
+
+
+def rope_and_store(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """Norms of the heads and rotation; keys and values into the cache.
+
+    Operands: norm of q and of k (0: none), the layer's keys and values, whether they are f16. Pieces: tokens.
+    """
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
+    q, k = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
+    q_rows, k_rows = q.reshape(MAX_TOKENS * heads, width), k.reshape(MAX_TOKENS * kv_heads, width)
+    v, eps = _floats(m[Field.V], (MAX_TOKENS, kv_heads, width)), _floats(m[Field.EPS], 1)[0]
+    angles = (m[Field.MAX_POSITIONS], width // 2)
+    cos, sin = _floats(m[Field.COS], angles), _floats(m[Field.SIN], angles)
+    positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
+    tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
+    key_shape, value_shape = (
+        (m[Field.NUM_BLOCKS], kv_heads, width, 16),
+        (m[Field.NUM_BLOCKS], kv_heads, 16, width),
+    )
+    token = _claim(row_at)
+    while token < m[Field.NUM_TOKENS]:
+        if row[2] != 0:
+            ops.rms_norm(q_rows, _floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
+            ops.rms_norm(
+                k_rows, _floats(row[3], width), eps, k_rows, token * kv_heads, (token + 1) * kv_heads
+            )
+        if m[Field.HALVES]:
+            ops.rope_halves(q, positions, cos, sin, token, token + 1)
+            ops.rope_halves(k, positions, cos, sin, token, token + 1)
+        else:
+            ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
+            ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
+        if row[6]:
+            keys = carray(pointer(row[4]), key_shape, np.uint16)
+            values = carray(pointer(row[5]), value_shape, np.uint16)
+            store_token_inline(k, v, keys, values, tables, slots, positions, token)
+        else:
+            keys32, values32 = _floats(row[4], key_shape), _floats(row[5], value_shape)
+            store_token_inline(k, v, keys32, values32, tables, slots, positions, token)
+        token = _claim(row_at)
+
+
+def attend_f16(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """Operands: the layer's keys and values."""
+    _attend(m_at, row_at, np.uint16)
+
+
+def attend_f32(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """As `attend_f16` for a cache of float32."""
+    _attend(m_at, row_at, np.float32)
+
+
+@inlined
+def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
+    """Z of all tokens. Pieces: a tile of tokens on one kv-head."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
+    q, z = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.Z], (MAX_TOKENS, heads, width))
+    keys = carray(pointer(row[2]), (m[Field.NUM_BLOCKS], kv_heads, width, 16), dtype)
+    values = carray(pointer(row[3]), (m[Field.NUM_BLOCKS], kv_heads, 16, width), dtype)
+    tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
+    tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
+    positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
+    longest = 0
+    for token in range(m[Field.NUM_TOKENS]):
+        longest = max(longest, positions[token] + 1)
+    rows, scores = make_scratch(heads // kv_heads, width, longest)
+    item = _claim(row_at)
+    while item < m[Field.NUM_TILES] * kv_heads:
+        # Late tiles see the most positions: they are claimed first, so that the members end together.
+        tile, kv_head = m[Field.NUM_TILES] - 1 - item // kv_heads, item % kv_heads
+        begin, end = tiles[tile, 0], tiles[tile, 1]
+        attend_tile_inline(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, z)
+        item = _claim(row_at)
+
+
+# --- the phases that multiply -----------------------------------------------------------------------------------
+
+
+@inlined
+def _piece(num_groups, num_members):  # type: ignore[no-untyped-def]
+    """Groups that are claimed at once: few enough that the members end together."""
+    return max(1, num_groups // (8 * num_members))
+
+
+@inlined
+def _call(m, matrix, num_tokens, begin, end):  # type: ignore[no-untyped-def]
+    """Groups begin <= g < end of the product, and the bias."""
+    kind = matrix[KIND]
+    call_groups(
+        matrix[KERNEL],
+        matrix[DATA],
+        m[Field.ACTS + kind],
+        m[Field.ACTS_BYTES + kind],
+        matrix[OUT],
+        matrix[OUT_STRIDE],
+        matrix[RECORDS],
+        num_tokens,
+        begin,
+        end,
+    )
+    if matrix[BIAS] != 0:
+        bias = _floats(matrix[BIAS], matrix[GROUPS] * ROWS)
+        for token in range(num_tokens):
+            y = _floats(matrix[OUT] + token * matrix[OUT_STRIDE], matrix[GROUPS] * ROWS)
+            for i in range(ROWS * begin, ROWS * end):
+                y[i] += bias[i]
+
+
+def multiply(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """Products with the same activations. Operands: up to three matrices that follow each other, how many, and
+    which field says how many tokens."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    count, num_tokens = row[3], m[row[4]]
+    num_groups = 0
+    for number in range(count):
+        num_groups += _longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
+    piece = _piece(num_groups, num_members)
+    begin = _claim(row_at) * piece
+    while begin < num_groups and num_tokens > 0:
+        end = min(begin + piece, num_groups)
+        base = 0
+        for number in range(count):
+            matrix = _longs(row[2] + 8 * MATRIX * number, MATRIX)
+            low, high = max(begin - base, 0), min(end - base, matrix[GROUPS])
+            if low < high:
+                _call(m, matrix, num_tokens, low, high)
+            base += matrix[GROUPS]
+        begin = _claim(row_at) * piece
+
+
+def multiply_and_add(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """X += product, by way of Y. Operand: the matrix."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    matrix, width = _longs(row[2], MATRIX), m[Field.WIDTH]
+    x, y = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.Y], (MAX_TOKENS, width))
+    piece = _piece(matrix[GROUPS], num_members)
+    begin = _claim(row_at) * piece
+    while begin < matrix[GROUPS]:
+        end = min(begin + piece, matrix[GROUPS])
+        _call(m, matrix, m[Field.NUM_TOKENS], begin, end)
+        for token in range(m[Field.NUM_TOKENS]):
+            for i in range(ROWS * begin, ROWS * end):
+                x[token, i] += y[token, i]
+        begin = _claim(row_at) * piece
+
+
+def multiply_gated(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """GATE = silu(gate) * up. Operand: the first of two matrices that follow each other."""
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    first, second, width = _longs(row[2], MATRIX), _longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
+    gate, up = _floats(m[Field.GATE], (MAX_TOKENS, width)), _floats(m[Field.UP], (MAX_TOKENS, width))
+    piece = _piece(first[GROUPS], num_members)
+    begin = _claim(row_at) * piece
+    while begin < first[GROUPS]:
+        end = min(begin + piece, first[GROUPS])
+        _call(m, first, m[Field.NUM_TOKENS], begin, end)
+        _call(m, second, m[Field.NUM_TOKENS], begin, end)
+        for token in range(m[Field.NUM_TOKENS]):
+            part = slice(ROWS * begin, ROWS * end)
+            ops.silu_mul_row(gate[token, part], up[token, part])
+        begin = _claim(row_at) * piece
+
+
+PHASES = (
+    norm_and_round,
+    norm_logit_rows,
+    round_only,
+    rope_and_store,
+    attend_f16,
+    multiply,
+    multiply_and_add,
+    multiply_gated,
+)  # of a model whose cache is f16

@@ -1,0 +1,205 @@
+"""The program of a step for one model: its matrices, buffers and phases as the numbers that `step.py` runs on.
+
+It owns the buffers, and keeps alive every array whose address it hands out. It must not know how a phase works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import phases
+from .gguf import Tensor
+from .kv_cache import KVCache
+from .matmul import PackedMatrix, compiled_kernel
+from .phases import MAX_TOKENS, PHASE_NAMES, Field
+from .rounding import KIND_OF, compiled_rounding, row_bytes
+from .step import phase_address
+from .weights import Floats, Linear, ModelShape, Weights
+
+Ids = NDArray[np.int32]
+_A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
+_Q, _OUTPUT, _GATE, _DOWN = 0, 3, 4, 6
+_OUTS = ("Q", "K", "V", "Y", "GATE", "UP", "Y")  # where their results go
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program with its inputs. `arguments` are what `step.lead` and `step.serve` take of it."""
+
+    fields: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    phase_cycles: NDArray[np.int64]
+    matrices: NDArray[np.int64]
+    arrays: Mapping[str, NDArray[Any]]  # inputs and buffers, by the name of their field
+    kept: tuple[object, ...]  # whatever else an address points into
+
+    @property
+    def arguments(self) -> tuple[NDArray[np.int64], ...]:
+        return self.fields, self.rows, self.phase_cycles
+
+    def set_inputs(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
+        """What the next step computes: logits float32[>= R, padded V] of `rows` of embeddings float32[T, D]."""
+        num_tokens, num_rows = len(embeddings), len(rows)
+        self.arrays["X"][:num_tokens] = embeddings
+        self.arrays["SLOTS"][:num_tokens] = slots
+        self.arrays["POSITIONS"][:num_tokens] = positions
+        self.arrays["LOGIT_ROWS"][:num_rows] = rows
+        self.fields[Field.NUM_TOKENS], self.fields[Field.NUM_ROWS] = num_tokens, num_rows
+        self.matrices[-1, phases.OUT] = logits.ctypes.data
+
+
+def matrices_of(weights: Weights) -> Iterator[Linear]:
+    """All matrix products of a step in order, seven a layer and the output."""
+    for block in weights.blocks:
+        yield from (block.attn_q, block.attn_k, block.attn_v, block.attn_output)
+        yield from (block.ffn_gate, block.ffn_up, block.ffn_down)
+    yield weights.output
+
+
+def make_program(
+    weights: Weights,
+    packed: Mapping[Tensor, PackedMatrix],
+    cache: KVCache,
+    rope: tuple[Floats, Floats],
+) -> Program:
+    """The program for `weights`, whose matrices are `packed`, over `cache`; rope: cos and sin of all positions."""
+    arrays = _make_arrays(weights.shape, packed)
+    eps = np.array([weights.shape.rms_eps], np.float32)
+    fields = _make_fields(weights.shape, arrays, cache, rope, eps)
+    matrices = _make_matrices(weights, packed, arrays)
+    rows = _Rows(matrices)
+    for layer in range(len(weights.blocks)):
+        _add_layer(rows, weights, layer, cache, arrays)
+    last = len(matrices) - 1
+    rows.add(phases.norm_logit_rows, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
+    rows.add(phases.multiply, "output", rows.matrix(last), 1, Field.NUM_ROWS)
+    kept = (weights, packed, cache, rope, eps)
+    return Program(fields, rows.finished(), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept)
+
+
+def _add_layer(
+    rows: _Rows, weights: Weights, layer: int, cache: KVCache, arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    """The phases of one block."""
+    block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
+    keys, values = cache.keys[layer], cache.values[layer]
+    is_f16 = keys.dtype == np.uint16
+    norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
+    attend = phases.attend_f16 if is_f16 else phases.attend_f32
+    z_kinds, post_kinds = rows.kinds(first + _OUTPUT, 1), rows.kinds(first + _DOWN, 1)
+    rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first + _Q, 3))
+    rows.add(phases.multiply, "qkv", rows.matrix(first + _Q), 3, Field.NUM_TOKENS)
+    rows.add(phases.rope_and_store, "rope", *norms, keys.ctypes.data, values.ctypes.data, is_f16)
+    rows.add(attend, "attention", keys.ctypes.data, values.ctypes.data)
+    rows.add(phases.round_only, "norm", arrays["Z"].ctypes.data, shape.num_heads * shape.head_width, z_kinds)
+    rows.add(phases.multiply_and_add, "attn_output", rows.matrix(first + _OUTPUT))
+    rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(first + _GATE, 2))
+    rows.add(phases.multiply_gated, "gate_up", rows.matrix(first + _GATE))
+    rows.add(phases.round_only, "norm", arrays["GATE"].ctypes.data, shape.ffn_width, post_kinds)
+    rows.add(phases.multiply_and_add, "down", rows.matrix(first + _DOWN))
+
+
+class _Rows:
+    """The rows of a program as they are added."""
+
+    def __init__(self, matrices: NDArray[np.int64]) -> None:
+        self._matrices = matrices
+        self._rows: list[list[int]] = []
+
+    def add(self, phase: Callable[..., None], counted_as: str, *operands: int) -> None:
+        numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), *map(int, operands)]
+        self._rows.append(numbers + [0] * (phases.ROW - len(numbers)))
+
+    def matrix(self, number: int) -> int:
+        """The address of a row of the table of matrices."""
+        return int(self._matrices[number].ctypes.data)
+
+    def kinds(self, first: int, count: int) -> int:
+        """The roundings that matrices want, as a set of bits."""
+        return sum({1 << int(kind) for kind in self._matrices[first : first + count, phases.KIND]})
+
+    def finished(self) -> NDArray[np.int64]:
+        """int64[phases, ROW], on whole cache lines."""
+        memory = np.zeros(len(self._rows) * phases.ROW + 8, np.int64)
+        start = -memory.ctypes.data % 64 // 8
+        rows = memory[start : start + len(self._rows) * phases.ROW].reshape(-1, phases.ROW)
+        rows[:] = self._rows
+        return rows
+
+
+def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> dict[str, NDArray[Any]]:
+    """Inputs and buffers of a step, and the roundings: for each kind records of the longest rows that want it."""
+    width, ffn = (shape.width,), (shape.ffn_width,)
+    heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
+    floats = {"X": width, "H": width, "Y": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
+    floats |= {"GATE": ffn, "UP": ffn}
+    ints: dict[str, tuple[int, ...]] = {"SLOTS": (), "POSITIONS": (), "LOGIT_ROWS": (), "TILES": (2,)}
+    arrays: dict[str, NDArray[Any]] = {
+        name: np.zeros((MAX_TOKENS, *rest), np.float32) for name, rest in floats.items()
+    }
+    arrays |= {name: np.zeros((MAX_TOKENS, *rest), np.int32) for name, rest in ints.items()}
+    longest = dict.fromkeys(KIND_OF.values(), 0)
+    for matrix in packed.values():
+        kind = KIND_OF[matrix.rounding]
+        longest[kind] = max(longest[kind], row_bytes(matrix.rounding, matrix.num_columns))
+    return arrays | {f"ACTS {kind}": np.zeros((MAX_TOKENS, size), np.uint8) for kind, size in longest.items()}
+
+
+def _make_fields(
+    shape: ModelShape,
+    arrays: Mapping[str, NDArray[Any]],
+    cache: KVCache,
+    rope: tuple[Floats, Floats],
+    eps: Floats,
+) -> NDArray[np.int64]:
+    fields = np.zeros(phases.NUM_FIELDS, np.int64)
+    numbers = {
+        Field.WIDTH: shape.width,
+        Field.HEADS: shape.num_heads,
+        Field.KV_HEADS: shape.num_kv_heads,
+        Field.HEAD_WIDTH: shape.head_width,
+        Field.FFN_WIDTH: shape.ffn_width,
+        Field.EPS: eps.ctypes.data,
+        Field.HALVES: shape.table.rope_pairs == "halves",
+        Field.COS: rope[0].ctypes.data,
+        Field.SIN: rope[1].ctypes.data,
+        Field.MAX_POSITIONS: len(rope[0]),
+        Field.TABLES: cache.tables.ctypes.data,
+        Field.NUM_SLOTS: cache.tables.shape[0],
+        Field.SLOT_BLOCKS: cache.tables.shape[1],
+        Field.NUM_BLOCKS: cache.keys.shape[1],
+    }
+    for field, number in numbers.items():
+        fields[field] = number
+    for name, array in arrays.items():
+        if name.startswith("ACTS"):
+            kind = int(name.split()[1])
+            fields[Field.ACTS + kind], fields[Field.ACTS_BYTES + kind] = array.ctypes.data, array.shape[1]
+            fields[Field.ROUNDINGS + kind] = compiled_rounding(kind).address if array.size else 0
+        else:
+            fields[Field[name]] = array.ctypes.data
+    return fields
+
+
+def _make_matrices(
+    weights: Weights, packed: Mapping[Tensor, PackedMatrix], arrays: Mapping[str, NDArray[Any]]
+) -> NDArray[np.int64]:
+    layers = list(matrices_of(weights))
+    table = np.zeros((len(layers), phases.MATRIX), np.int64)
+    for number, layer in enumerate(layers):
+        matrix = packed[layer.weight]
+        table[number, phases.KERNEL] = compiled_kernel(matrix.type).address
+        table[number, phases.DATA] = matrix.data.ctypes.data
+        table[number, phases.RECORDS] = matrix.num_records
+        table[number, phases.GROUPS] = len(matrix.data)
+        table[number, phases.KIND] = KIND_OF[matrix.rounding]
+        table[number, phases.OUT_STRIDE] = 4 * matrix.padded_rows
+        if number < len(layers) - 1:  # the output's result lies elsewhere in each step
+            table[number, phases.OUT] = arrays[_OUTS[number % _A_LAYER]].ctypes.data
+            table[number, phases.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data
+    return table

@@ -1,0 +1,78 @@
+"""One whole forward pass in compiled code: a program of phases, each shared by the members of a team, which meet
+at a barrier behind it.
+
+It computes what `Model.forward` does one operation at a time, by the same kernels in the same order of float
+operations, so both give the same bits. The program is data, made by `program.py`: rows of numbers that name a
+phase of `phases.py` and its operands. This module must not know what a phase does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from .attention_simd import find_tiles
+from .jit import inlined, intrinsic, kernel, native_function
+from .native import carray, cycles, pointer
+from .phases import CLAIMS, COUNTED_AS, FUNCTION, MAX_TOKENS, Field
+from .simd import I64
+from .team import barrier, begin_step, wait_for_step
+
+
+@kernel
+def serve(state, member, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+    """What the members 1, 2, .. of a team do until it ends."""
+    while wait_for_step(state, member):
+        _run(state, member, num_members, m, program, phase_cycles)
+
+
+@kernel
+def lead(state, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+    """One step, begun and joined by member 0. X holds the embeddings; the cache counts the tokens as held.
+
+    m int64[NUM_FIELDS]; program int64[phases, ROW]; phase_cycles int64[len(PHASE_NAMES)], added to.
+    """
+    n = m[Field.NUM_TOKENS]
+    tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
+    slots = carray(pointer(m[Field.SLOTS]), MAX_TOKENS, np.int32)
+    positions = carray(pointer(m[Field.POSITIONS]), MAX_TOKENS, np.int32)
+    m[Field.NUM_TILES] = find_tiles(slots, positions, n, tiles)
+    for number in range(len(program)):
+        program[number, CLAIMS] = 0
+    begin_step(state, num_members)
+    _run(state, 0, num_members, m, program, phase_cycles)
+
+
+@inlined
+def _run(state, member, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+    clock = cycles()
+    for number in range(len(program)):
+        row = program[number]
+        call_phase(row[FUNCTION], m.ctypes.data, row.ctypes.data, num_members)
+        barrier(state, num_members)
+        now = cycles()
+        if member == 0:
+            phase_cycles[row[COUNTED_AS]] += now - clock
+        clock = now
+
+
+@intrinsic
+def call_phase(typing_context, address, m, row, num_members):  # type: ignore[no-untyped-def]
+    """Calls the phase at an address."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), generate
+
+
+@cache
+def phase_address(phase: Callable[..., None]) -> int:
+    """The address of one of the phases below, compiled."""
+    return int(native_function(phase, 3).address)

@@ -1,0 +1,311 @@
+"""The weight types of the fast matrix products: how each lies in memory after repacking, and its inner loop.
+
+A function here adds one record of a type to a tile; the drawing gives the words of one row's record, each of
+which stands beside those of the 15 other rows. The meaning of each bit is in `quants.py`, from which a record
+differs in the order of its bytes only. What a tile is, and the order of its float operations: `tiles.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from gguf.constants import GGMLQuantizationType
+
+from .simd import Value
+from .tiles import (
+    K_SCALE,
+    K_SUMS_16,
+    K_SUMS_32,
+    PAIR_SCALES,
+    PAIR_SUMS,
+    WORD,
+    Factors,
+    Grid,
+    Tile,
+    i64,
+    values_of,
+)
+
+Vectors = list[Value]  # one value for 16 rows, as vectors
+
+
+@dataclass(frozen=True)
+class TileType:
+    """One weight type.
+
+    `order`: for each 16 bits of a record, which 16 bits of the native blocks it takes; -1 is none.
+    `spread`: words in which bit 4 i + j of the native block becomes bit 8 j + i.
+    """
+
+    blocks: int  # native blocks in a record
+    order: tuple[int, ...]
+    record: Callable[[Tile], None]
+    spread: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> int:
+        return len(self.order) // 2
+
+
+# --- blocks of 256 columns ------------------------------------------------------------------------------------
+
+
+def _scales_and_mins(tile: Tile) -> tuple[list[Vectors], list[Vectors]]:
+    """Words 1-3 of Q4_K and Q5_K: 8 + 8 six-bit numbers, as 2 + 2 words of 4 bytes. Layout: see `quants.py`."""
+    e = tile.e
+    first, second, third = (tile.word(i) for i in (1, 2, 3))
+    scales = [[e.both(a, 0x3F3F3F3F) for a in first], []]
+    mins = [[e.both(b, 0x3F3F3F3F) for b in second], []]
+    for a, b, c in zip(first, second, third, strict=True):
+        scales[1].append(e.either(e.both(c, 0x0F0F0F0F), e.both(e.right(a, 2), 0x30303030)))
+        mins[1].append(e.either(e.both(e.right(c, 4), 0x0F0F0F0F), e.both(e.right(b, 2), 0x30303030)))
+    return scales, mins
+
+
+def _finish_with_mins(tile: Tile, mins: list[Vectors], total: Grid) -> None:
+    e = tile.e
+    head = tile.word(0)
+    pairs = [[e.pair_of_bytes(v, low, low + 1) for v in word] for word in mins for low in (0, 2)]
+    msum = tile.pair_sums(pairs, K_SUMS_32)
+    d = [e.half_to_float(v) for v in head]
+    m = [e.negate(e.half_to_float(e.right(v, 16))) for v in head]
+    tile.accumulate(d, values_of(total), K_SCALE, m, msum)
+
+
+def q4_k(tile: Tile) -> None:
+    """36 words: | d, dmin f16 | 12 bytes of scales and minimums | 4 x 8 words, of which the low nibbles are
+    columns 64 p + 0..31 and the high nibbles columns 64 p + 32..63 |"""
+    e = tile.e
+    scales, mins = _scales_and_mins(tile)
+    factors = Factors(tile, [[e.scale_of_byte(v, j) for v in word] for word in scales for j in range(4)])
+    total = tile.zeros()
+    with e.loop(4) as p:
+        base = e.address(tile.weights, e.mul(p, i64(8 * WORD)))
+        for half in (0, 1):
+
+            def nibbles(word: int, half: int = half, base: Value = base) -> Vectors:
+                packed = tile.word(4 + word, base, first=half == 0)
+                return [e.both(e.right(v, 4 * half), 0x0F0F0F0F) for v in packed]
+
+            columns = e.add(e.mul(p, i64(64)), i64(32 * half))
+            factor = factors.at(e.mul(p, i64(2)), half)
+            tile.add_dots(total, _each(nibbles, 8), columns, largest=15, factor=factor)
+    _finish_with_mins(tile, mins, total)
+
+
+def q6_k(tile: Tile) -> None:
+    """53 words: | 2 x 16 words of low nibbles | 2 x 8 words of bit pairs | int8[16] scales | d f16, 2 unused |
+
+    Of half h, columns 128 h + 32 i + 0..31 are: low nibbles of its words 0-7 (i = 0) and 8-15 (i = 1), high
+    nibbles of the same (i = 2, 3), and above them bits 2 i and 2 i + 1 of its words of pairs. Less 32.
+    """
+    e = tile.e
+    scales = [tile.word(48 + j) for j in range(4)]
+    factors = Factors(
+        tile, [[e.scale_of_byte(v, j, signed=True) for v in word] for word in scales for j in range(4)]
+    )
+    total = tile.zeros()
+    with e.loop(2) as h, e.loop(2) as s:  # s: which 16 of each 32 columns
+        low_at = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(4)), s), i64(4 * WORD)))
+        pairs_at = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(2)), s), i64(4 * WORD)))
+        columns = e.add(e.mul(h, i64(128)), e.mul(s, i64(16)))
+        number = e.add(e.mul(h, i64(8)), s)
+        for i in range(4):
+
+            def sixes(word: int, i: int = i, low_at: Value = low_at, pairs_at: Value = pairs_at) -> Vectors:
+                low = tile.word(8 * (i % 2) + word, low_at, first=i < 2)
+                pairs = tile.word(32 + word, pairs_at, first=i == 0)
+                return [
+                    e.either(
+                        e.both(e.right(v, 4 * (i // 2)), 0x0F0F0F0F),
+                        e.both(e.left(w, 4 - 2 * i) if i < 2 else e.right(w, 2 * i - 4), 0x30303030),
+                    )
+                    for v, w in zip(low, pairs, strict=True)
+                ]
+
+            factor = factors.at(number, 2 * i)
+            tile.add_dots(total, _each(sixes, 4), e.add(columns, i64(32 * i)), largest=63, factor=factor)
+    pairs = [[e.pair_of_bytes(v, k, k + 1, signed=True) for v in word] for word in scales for k in (0, 2)]
+    offsets = tile.pair_sums(pairs, K_SUMS_16)
+    isum = [
+        [e.sub(v.get(), e.left(o, 5)) for v, o in zip(row, offset, strict=True)]
+        for row, offset in zip(total, offsets, strict=True)
+    ]
+    tile.accumulate([e.half_to_float(v) for v in tile.word(52)], isum, K_SCALE)
+
+
+def q5_k(tile: Tile) -> None:
+    """44 words: | as Q4_K, 4 words | 8 words of fifth bits: bit j of a byte belongs to columns 32 j + 0..31 |
+    4 x 8 words of nibbles, as Q4_K |"""
+    e = tile.e
+    scales, mins = _scales_and_mins(tile)
+    factors = Factors(tile, [[e.scale_of_byte(v, j) for v in word] for word in scales for j in range(4)])
+    total = tile.zeros()
+    with e.loop(4) as p:
+        base = e.address(tile.weights, e.mul(p, i64(8 * WORD)))
+        for half in (0, 1):
+            group = e.add(e.mul(p, i64(2)), i64(half))  # of 32 columns
+
+            def fives(word: int, half: int = half, base: Value = base, group: Value = group) -> Vectors:
+                low = tile.word(12 + word, base, first=half == 0)
+                high = tile.word(4 + word, first=False)
+                return [
+                    e.either(
+                        e.both(e.right(v, 4 * half), 0x0F0F0F0F),
+                        e.left(e.both(e.right_by(w, group), 0x01010101), 4),
+                    )
+                    for v, w in zip(low, high, strict=True)
+                ]
+
+            tile.add_dots(total, _each(fives, 8), e.mul(group, i64(32)), largest=31, factor=factors.at(group))
+    _finish_with_mins(tile, mins, total)
+
+
+# --- pairs of blocks of 32 columns ------------------------------------------------------------------------------
+
+
+def q8_0(tile: Tile) -> None:
+    """17 words: | d, d of the second block f16 | 8 words of int8 | 8 words of the second block |"""
+    e = tile.e
+    head = tile.word(0)
+    for block in (0, 1):
+        total = tile.zeros()
+        words = [partial(tile.word, 1 + 8 * block + word) for word in range(8)]
+        tile.add_dots(total, words, 32 * block, largest=128, signed=True)
+        if e.signed_offset:
+            tile.subtract_sums(total, e.signed_offset, PAIR_SUMS + 4 * block)
+        _accumulate_block(tile, head, block, total)
+
+
+def q4_0(tile: Tile) -> None:
+    """9 words: | d, d of the second block f16 | 4 words: columns 0..15 in low nibbles, 16..31 in high ones |
+    4 words of the second block |. Less 8."""
+    head = tile.word(0)
+    for block in (0, 1):
+        total = tile.zeros()
+        tile.add_dots(total, _nibbles(tile, 1 + 4 * block), 32 * block, largest=15)
+        tile.subtract_sums(total, 8, PAIR_SUMS + 4 * block)
+        _accumulate_block(tile, head, block, total)
+
+
+def q4_1(tile: Tile) -> None:
+    """2 x 5 words: | d, m f16 | 4 words of nibbles, as Q4_0 |. Plus m."""
+    for block in (0, 1):
+        total = tile.zeros()
+        tile.add_dots(total, _nibbles(tile, 5 * block + 1), 32 * block, largest=15)
+        _accumulate_block_with_minimum(tile, tile.word(5 * block), block, total)
+
+
+def q5_0(tile: Tile) -> None:
+    """11 words: | d, d of the second block f16 | 2 x: fifth bits, 4 words of nibbles |. Less 16.
+
+    Of the fifth bits, spread when the weights are repacked, bit j of byte i belongs to column 4 j + i.
+    """
+    head = tile.word(0)
+    for block in (0, 1):
+        total = tile.zeros()
+        words = _nibbles(tile, 5 * block + 2, fifth=tile.word(5 * block + 1))
+        tile.add_dots(total, words, 32 * block, largest=31)
+        tile.subtract_sums(total, 16, PAIR_SUMS + 4 * block)
+        _accumulate_block(tile, head, block, total)
+
+
+def q5_1(tile: Tile) -> None:
+    """2 x 6 words: | d, m f16 | fifth bits, as Q5_0 | 4 words of nibbles |. Plus m."""
+    for block in (0, 1):
+        total = tile.zeros()
+        words = _nibbles(tile, 6 * block + 2, fifth=tile.word(6 * block + 1))
+        tile.add_dots(total, words, 32 * block, largest=31)
+        _accumulate_block_with_minimum(tile, tile.word(6 * block), block, total)
+
+
+def _nibbles(tile: Tile, at: int, fifth: Vectors | None = None) -> list[Callable[[], Vectors]]:
+    """The 8 words of a block of 32 in the 4 words from `at`, with their fifth bits where there are any."""
+    e = tile.e
+
+    def word(number: int) -> Vectors:
+        packed = tile.word(at + number % 4, first=number < 4)
+        values = [e.both(e.right(v, number // 4 * 4), 0x0F0F0F0F) for v in packed]
+        if fifth is None:
+            return values
+        shifted = [e.left(v, 4 - number) if number < 4 else e.right(v, number - 4) for v in fifth]
+        return [e.either(v, e.both(w, 0x10101010)) for v, w in zip(values, shifted, strict=True)]
+
+    return _each(word, 8)
+
+
+def _accumulate_block(tile: Tile, head: Vectors, block: int, total: Grid) -> None:
+    d = [tile.e.half_to_float(tile.e.right(v, 16 * block)) for v in head]
+    tile.accumulate(d, values_of(total), PAIR_SCALES + 4 * block)
+
+
+def _accumulate_block_with_minimum(tile: Tile, head: Vectors, block: int, total: Grid) -> None:
+    e = tile.e
+    d = [e.half_to_float(v) for v in head]
+    m = [e.half_to_float(e.right(v, 16)) for v in head]
+    sums = [e.broadcast(e.i32, x, PAIR_SUMS + 4 * block) for x in tile.acts]
+    msum = [[s for _ in tile.vectors] for s in sums]
+    tile.accumulate(d, values_of(total), PAIR_SCALES + 4 * block, m, msum)
+
+
+# --- 64 plain floats --------------------------------------------------------------------------------------------
+
+
+def f16(tile: Tile) -> None:
+    """32 words of two f16 each."""
+    e = tile.e
+    _add_pairs(tile, e.half_to_float, lambda v: e.half_to_float(e.right(v, 16)))
+
+
+def bf16(tile: Tile) -> None:
+    """32 words of two bf16 each: the upper halves of float32."""
+    e = tile.e
+    _add_pairs(tile, lambda v: e.cast(e.left(v, 16), e.f32), lambda v: e.cast(e.both(v, 0xFFFF0000), e.f32))
+
+
+def f32(tile: Tile) -> None:
+    """64 words of float32."""
+    e = tile.e
+    with e.loop(16) as four:
+        base = e.address(tile.weights, e.mul(four, i64(4 * WORD)))
+        for place in range(4):
+            weights = [e.cast(v, e.f32) for v in tile.word(place, base)]
+            tile.add_products(weights, e.add(e.mul(four, i64(16)), i64(4 * place)))
+
+
+def _add_pairs(tile: Tile, low: Callable[[Value], Value], high: Callable[[Value], Value]) -> None:
+    e = tile.e
+    with e.loop(8) as four:
+        base = e.address(tile.weights, e.mul(four, i64(4 * WORD)))
+        acts_at = e.mul(four, i64(32))
+        for place in range(4):
+            packed = tile.word(place, base)
+            tile.add_products([low(v) for v in packed], e.add(acts_at, i64(8 * place)))
+            tile.add_products([high(v) for v in packed], e.add(acts_at, i64(8 * place + 4)))
+
+
+def _each(word: Callable[[int], Vectors], count: int) -> list[Callable[[], Vectors]]:
+    """`word` of each number below `count`, to be called when its turn has come."""
+    return [partial(word, number) for number in range(count)]
+
+
+def _halves(*spans: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(half for begin, end in spans for half in range(begin, end))
+
+
+_T = GGMLQuantizationType
+TILE_TYPES: dict[GGMLQuantizationType, TileType] = {
+    _T.Q4_K: TileType(1, _halves((0, 72)), q4_k),
+    _T.Q5_K: TileType(1, _halves((0, 88)), q5_k),
+    _T.Q6_K: TileType(1, (*_halves((0, 105)), -1), q6_k),
+    _T.Q8_0: TileType(2, _halves((0, 1), (17, 18), (1, 17), (18, 34)), q8_0),
+    _T.Q4_0: TileType(2, _halves((0, 1), (9, 10), (1, 9), (10, 18)), q4_0),
+    _T.Q4_1: TileType(2, _halves((0, 20)), q4_1),
+    _T.Q5_0: TileType(2, _halves((0, 1), (11, 12), (1, 11), (12, 22)), q5_0, spread=(1, 6)),
+    _T.Q5_1: TileType(2, _halves((0, 24)), q5_1, spread=(1, 7)),
+    _T.F16: TileType(64, _halves((0, 64)), f16),
+    _T.BF16: TileType(64, _halves((0, 64)), bf16),
+    _T.F32: TileType(64, _halves((0, 128)), f32),
+}

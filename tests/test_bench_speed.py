@@ -1,0 +1,89 @@
+"""The speed benchmark's own code: what it runs, what it counts, what it prints. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cllm.backends.mock import MockBackend, load_mock
+from cllm.bench import main, speed
+from cllm.config import EngineConfig
+from cllm.errors import ConfigError
+
+
+@pytest.fixture
+def backend() -> MockBackend:
+    return load_mock(
+        EngineConfig(backend="mock", max_num_seqs=16, context_length=700, max_num_batched_tokens=64)
+    )[0]
+
+
+def test_a_runner_computes_what_the_test_says(backend: MockBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[tuple[int, int]] = []
+    launch = backend.launch
+
+    def counted(batch: Any) -> Any:
+        batches.append((len(batch.token_ids), len(batch.logit_rows)))
+        return launch(batch)
+
+    monkeypatch.setattr(backend, "launch", counted)
+    runner = speed.Runner(backend)
+    assert runner.run(speed.Test("pp100", 100, False)) > 0
+    assert batches == [(64, 1), (36, 1)]
+    batches.clear()
+    runner.run(speed.Test("tg3 x4", 3, True, batch=4))
+    assert batches == [(4, 4)] * 3
+    runner.clear()
+    batches.clear()
+    runner.run(speed.Test("tg2 @ d100", 2, True, depth=100))
+    assert batches == [(64, 1), (36, 1), (1, 1), (1, 1)]
+    batches.clear()
+    runner.run(speed.Test("tg2 @ d100", 2, True, depth=100))  # what lies before it is still there
+    assert batches == [(1, 1), (1, 1)]
+    runner.clear()
+    assert not any(backend.histories)
+
+
+def test_tests_fit_the_context() -> None:
+    assert [test.name for test in speed.make_tests(600)][-1] == "tg64 @ d512"
+    assert "tg64 @ d4096" in [test.name for test in speed.make_tests(4224)]
+    assert set(speed.TARGETS) <= {test.name for test in speed.make_tests(4224)}
+
+
+def fake_results(ratio: float) -> list[speed.Result]:
+    return [
+        speed.Result(test, {"kylin": [ratio * 10, ratio * 20, ratio * 30], "llama": [10.0, 20.0, 30.0]})
+        for test in speed.make_tests(1024)
+    ]
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(5.0, 0), (1.0, 1)])
+def test_check_and_json(
+    ratio: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "measure", lambda configs, rounds: fake_results(ratio))
+    monkeypatch.setattr("cllm.bench.ceilings.read_gigabytes_a_second", lambda threads: 10.0)
+    monkeypatch.setattr("cllm.bench.ceilings.dot_gigaops_a_second", lambda threads: 100.0)
+    assert main(["speed", "--json", "--check"]) == status
+    figures = json.loads(capsys.readouterr().out)
+    row = figures["rows"][0]
+    assert (row["test"], row["backend"], row["ratio"], row["t/s"]) == ("pp128", "kylin", ratio, ratio * 20)
+    assert main(["speed"]) == 0
+    assert "pp128" in capsys.readouterr().out
+
+
+def test_ceilings_are_measured() -> None:
+    from cllm.bench.ceilings import dot_gigaops_a_second, read_gigabytes_a_second
+
+    assert read_gigabytes_a_second(2, num_bytes=1 << 22, rounds=1) > 0
+    assert dot_gigaops_a_second(2, rounds=1) > 0
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nothing"], ["speed", "--backends", "llama"], ["speed", "--backends", "kylin,x"]]
+)
+def test_wrong_command_lines(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        main(argv)

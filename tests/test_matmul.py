@@ -1,0 +1,216 @@
+"""The fast matrix products: their integers exact, their bits the same on every instruction set and in every tile
+size, and nothing read or written outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf_builder import random_blocks
+from llvmlite import ir
+from native_code import compile_here, guarded
+from test_simd import RUNS_HERE
+
+from cllm.kylin import matmul, rounding
+from cllm.kylin.gguf import Tensor
+from cllm.kylin.matmul import PackedMatrix, multiply, pack, packed_bytes
+from cllm.kylin.quants import (
+    ACTIVATION_ROUNDING,
+    ROUNDING_BLOCK,
+    dequantize,
+    quantize_activations,
+    round_activations,
+)
+from cllm.kylin.tile_types import TILE_TYPES
+from cllm.kylin.tiles import RECORD_BYTES, WORD, TileSizes, emit_tile, tile_sizes
+
+Q = GGMLQuantizationType
+EVERY_TYPE = pytest.mark.parametrize("ggml_type", sorted(TILE_TYPES), ids=lambda t: t.name)
+MAX_ERROR = 1e-6  # of float32 sums, over the sum of magnitudes
+
+
+def packed(data: np.ndarray, ggml_type: Q, num_columns: int) -> PackedMatrix:
+    tensor = Tensor("weight", (len(data), num_columns), ggml_type, data)
+    groups = np.full((-(-len(data) // 16), packed_bytes(tensor) // -(-len(data) // 16)), 0xAA, np.uint8)
+    for group in range(len(groups)):
+        pack(tensor, groups, group, group + 1)
+    return PackedMatrix(ggml_type, len(data), num_columns, groups)
+
+
+def random_matrix(ggml_type: Q, rows: int, columns: int) -> tuple[np.ndarray, PackedMatrix]:
+    data = random_blocks(np.random.default_rng([ggml_type, rows, columns]), ggml_type, (rows, columns))
+    return data, packed(data, ggml_type, columns)
+
+
+def product(matrix: PackedMatrix, x: np.ndarray) -> np.ndarray:
+    acts = rounding.round_rows(x, matrix.rounding)
+    out = np.full((len(x), matrix.padded_rows), np.nan, np.float32)
+    multiply(matrix, acts, out, 0, len(matrix.data))
+    return out
+
+
+def random_activations(num_tokens: int, columns: int) -> np.ndarray:
+    return np.random.default_rng(columns).standard_normal((num_tokens, columns)).astype(np.float32)
+
+
+@cache
+def tile(isa: str, ggml_type: Q, num_tokens: int) -> Callable[..., None]:
+    """One tile's function, by itself."""
+    kind = TILE_TYPES[ggml_type]
+    sizes = TileSizes(kind.words * WORD, RECORD_BYTES[ACTIVATION_ROUNDING[ggml_type]])
+
+    def emit(module: ir.Module) -> Any:
+        return emit_tile(module, isa, "tile", kind.record, sizes, num_tokens)
+
+    return compile_here(emit, 6)
+
+
+def run_tile(
+    isa: str, matrix: PackedMatrix, acts: np.ndarray, groups: np.ndarray, out: np.ndarray, num_tokens: int
+) -> None:
+    """Every group and token by tiles of one size."""
+    call = tile(isa, matrix.type, num_tokens)
+    for group, weights in enumerate(groups):
+        for token in range(0, len(acts), num_tokens):
+            at = out.ctypes.data + token * out.strides[0] + 64 * group
+            call(
+                weights.ctypes.data,
+                acts[token:].ctypes.data,
+                acts.strides[0],
+                at,
+                out.strides[0],
+                matrix.num_records,
+            )
+
+
+@EVERY_TYPE
+@pytest.mark.parametrize(("num_tokens", "rows", "columns"), [(1, 16, 256), (7, 37, 1280)])
+def test_product_matches_numpy(ggml_type: Q, num_tokens: int, rows: int, columns: int) -> None:
+    data, matrix = random_matrix(ggml_type, rows, columns)
+    x = random_activations(num_tokens, columns)
+    rounded = round_activations(x, matrix.rounding).astype(np.float64)
+    weights = dequantize(data, ggml_type).astype(np.float64)
+    scale = np.abs(rounded) @ np.abs(weights).T
+    result = product(matrix, x)
+    assert (np.abs(result[:, :rows] - rounded @ weights.T) <= MAX_ERROR * scale).all()
+    assert (result[:, rows:] == 0).all()  # the rows that fill up the last group
+
+
+@pytest.mark.parametrize(
+    ("ggml_type", "columns"),
+    [(t, n) for t in TILE_TYPES if GGML_QUANT_SIZES[t][0] == 32 for n in (32, 96)]
+    + [(Q.F16, 66), (Q.F32, 1)],
+)
+def test_columns_that_fill_no_record(ggml_type: Q, columns: int) -> None:
+    data, matrix = random_matrix(ggml_type, 16, columns)
+    x = random_activations(2, columns)
+    expected = round_activations(x, matrix.rounding) @ dequantize(data, ggml_type).T
+    np.testing.assert_allclose(product(matrix, x), expected, rtol=1e-4, atol=1e-5)
+
+
+@EVERY_TYPE
+def test_each_byte_of_a_block_counts(ggml_type: Q) -> None:
+    """One changed bit in any byte moves the product as it moves the decoded block."""
+    block, num_bytes = GGML_QUANT_SIZES[ggml_type]
+    rng = np.random.default_rng(12)
+    clean = random_blocks(rng, ggml_type, (1, block))
+    signs = np.where(dequantize(clean, ggml_type) < 0, -1, 1)
+    x = (signs * rng.uniform(0.5, 1.5, (1, block))).astype(np.float32)
+    changed = np.repeat(clean, num_bytes, axis=0)
+    changed[np.diag_indices(num_bytes)] ^= 0x80 if block == 1 else 0x01
+    rounded = round_activations(x, ACTIVATION_ROUNDING[ggml_type]).astype(np.float64)
+    weights = dequantize(changed, ggml_type).astype(np.float64)
+    scale = np.abs(rounded) @ np.abs(weights).T
+    result = product(packed(changed, ggml_type, block), x)[:, :num_bytes]
+    assert (np.abs(result - rounded @ weights.T) <= MAX_ERROR * scale).all()
+
+
+@EVERY_TYPE
+def test_same_bits_in_every_tile_on_every_instruction_set(ggml_type: Q) -> None:
+    """Also in any batch and any split of the groups; weights and activations end where no byte may be read."""
+    columns = 512
+    _, matrix = random_matrix(ggml_type, 32, columns)
+    x = random_activations(4, columns)
+    whole = product(matrix, x)
+    alone = np.concatenate([product(matrix, x[t : t + 1]) for t in range(4)])
+    assert alone.tobytes() == whole.tobytes()
+    with guarded(matrix.data) as groups, guarded(rounding.round_rows(x, matrix.rounding)) as acts:
+        for isa in RUNS_HERE:
+            for num_tokens in (tile_sizes(isa)[0], 1) if isa != "generic" else (1,):
+                with guarded(np.zeros_like(whole)) as out:
+                    run_tile(isa, matrix, acts, groups, out, num_tokens)
+                    assert out.tobytes() == whole.tobytes(), (isa, num_tokens)
+
+
+@EVERY_TYPE
+def test_writes_its_groups_only(ggml_type: Q) -> None:
+    _, matrix = random_matrix(ggml_type, 64, 256)
+    x = random_activations(3, 256)
+    out = np.full((3, 64), 12345, np.float32)
+    multiply(matrix, rounding.round_rows(x, matrix.rounding), out, 1, 3)
+    np.testing.assert_array_equal(out[:, 16:48], product(matrix, x)[:, 16:48])
+    out[:, 16:48] = 12345
+    assert (out == 12345).all()
+
+
+@pytest.mark.parametrize("kind", sorted(set(ACTIVATION_ROUNDING.values())))
+def test_rounding_is_that_of_quants(kind: str) -> None:
+    """Zeros, the smallest and largest scales, ties, halves that overflow, NaN and infinities."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((12, 512)).astype(np.float32)
+    x[1] = 0
+    x[2, 256:] *= np.float32(1e-38)
+    x[3] *= np.float32(1e30)
+    x[4, 5], x[5, 300], x[6, 17] = np.nan, np.inf, -np.inf
+    x[7] = np.round(x[7] * 4) / 2
+    x[8] *= np.float32(30000)
+    x[9, :2] = 7, -7
+    x[10] *= np.float32(1e-7)
+    records = rounding.round_rows(x, kind)
+    if kind not in ROUNDING_BLOCK:
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(records.view(np.float32), round_activations(x, kind))
+        return
+    quants, scales = quantize_activations(x, kind)
+    size = RECORD_BYTES[kind]
+    parts = records.reshape(12, -1, size)
+    if kind == "q8_K":
+        values, found = parts[..., :256], parts[..., 304:308].copy().view(np.float32)
+        sums = parts[..., 256:288].copy().view(np.int16)
+        np.testing.assert_array_equal(sums.ravel(), quants.reshape(-1, 16).astype(int).sum(1))
+        sums = parts[..., 288:304].copy().view(np.int16)
+    else:
+        values, found = parts[..., :64], parts[..., 64:72].copy().view(np.float32)
+        sums = parts[..., 72:80].copy().view(np.int32)
+    np.testing.assert_array_equal(values.reshape(12, -1).view(np.int8), quants)
+    np.testing.assert_array_equal(found.reshape(scales.shape), scales)
+    np.testing.assert_array_equal(sums.ravel(), quants.reshape(-1, 32).astype(int).sum(1))
+
+
+@EVERY_TYPE
+def test_not_finite_activations_stay_in_their_token(ggml_type: Q) -> None:
+    _, matrix = random_matrix(ggml_type, 16, 256)
+    x = random_activations(4, 256)
+    clean = product(matrix, x)
+    x[1, 3], x[2, 4] = np.nan, np.inf
+    result = product(matrix, x)
+    assert not np.isfinite(result[1:3]).any()
+    assert result[[0, 3]].tobytes() == clean[[0, 3]].tobytes()
+
+
+def test_wrong_shapes_are_refused() -> None:
+    _, matrix = random_matrix(Q.Q8_0, 16, 64)
+    acts = rounding.round_rows(random_activations(1, 64), matrix.rounding)
+    with pytest.raises(ValueError, match="expected activations and output"):
+        multiply(matrix, acts, np.empty((1, 15), np.float32), 0, 1)
+    with pytest.raises(ValueError, match="do not lie within"):
+        multiply(matrix, acts, np.empty((1, 16), np.float32), 0, 2)
+
+
+def test_types_without_fast_kernels() -> None:
+    assert matmul.is_fast(Q.Q4_K)
+    assert not matmul.is_fast(Q.Q2_K)

@@ -1,0 +1,146 @@
+"""Teams: work is shared out once, members meet at barriers, and nothing is left behind when a team ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import njit
+
+from cllm.kylin.team import CAN_ENLIST, Team, barrier, begin_step, wait_for_step
+
+NUM_PHASES = 50
+needs_enlisting = pytest.mark.skipif(not CAN_ENLIST, reason="threads cannot be parked on this system")
+
+
+@njit(nogil=True)
+def work(state, member, num_members, counts):  # type: ignore[no-untyped-def]
+    """Each phase, every member adds the sum of all that the phase before wrote: wrong if one runs ahead."""
+    for phase in range(1, NUM_PHASES):
+        total = 0
+        for other in range(num_members):
+            total += counts[phase - 1, other]
+        counts[phase, member] = total // num_members + 1
+        barrier(state, num_members)
+
+
+@njit(nogil=True)
+def serve(state, member, num_members, counts):  # type: ignore[no-untyped-def]
+    while wait_for_step(state, member):
+        work(state, member, num_members, counts)
+
+
+@njit(nogil=True)
+def lead(state, num_members, counts):  # type: ignore[no-untyped-def]
+    begin_step(state, num_members)
+    work(state, 0, num_members, counts)
+
+
+def enlisted(num_threads: int) -> tuple[Team, np.ndarray]:
+    team, counts = Team(num_threads), np.zeros((NUM_PHASES, 8), np.int64)
+    lead(np.zeros(64, np.int64), 1, counts)  # compiled before a thread needs it
+    team.enlist(serve, (num_threads, counts))
+    return team, counts
+
+
+def check_steps(team: Team, counts: np.ndarray, num_steps: int = 20) -> None:
+    for _ in range(num_steps):
+        counts[...] = 0
+        lead(team.state, team.num_threads, counts)
+        expected = np.repeat(np.arange(NUM_PHASES)[:, None], team.num_threads, axis=1)
+        np.testing.assert_array_equal(counts[:, : team.num_threads], expected)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert not {t for t in set(threading.enumerate()) - before if t.name.startswith("cllm-kylin")}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_items", [0, 1, 2, 7])
+def test_run_covers_every_item_once(num_threads: int, num_items: int) -> None:
+    team, seen = Team(num_threads), []
+    team.run(lambda begin, end: seen.extend(range(begin, end)), num_items)
+    team.close()
+    assert sorted(seen) == list(range(num_items))
+
+
+def test_run_raises_what_a_helper_raised() -> None:
+    def fail(begin: int, end: int) -> None:
+        if begin:
+            raise ValueError("in a helper")
+
+    team = Team(2)
+    with pytest.raises(ValueError, match="in a helper"):
+        team.run(fail, 2)
+    team.run(lambda begin, end: None, 2)
+    team.close()
+
+
+@needs_enlisting
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_members_meet_at_every_barrier(num_threads: int) -> None:
+    team, counts = enlisted(num_threads)
+    check_steps(team, counts)
+    team.close()
+
+
+@needs_enlisting
+def test_teams_do_not_disturb_each_other() -> None:
+    """Two engines, each with its own calling thread, and more threads than cores."""
+    teams = [enlisted(3) for _ in range(2)]
+    threads = [threading.Thread(target=check_steps, args=team) for team in teams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for team, counts in teams:
+        check_steps(team, counts, 1)
+        team.close()
+
+
+@needs_enlisting
+def test_a_forgotten_team_ends() -> None:
+    team, counts = enlisted(2)
+    check_steps(team, counts, 1)
+    team._helpers.shutdown()
+    del team  # `no_thread_is_left` looks
+
+
+@needs_enlisting
+def test_a_team_closes_twice_but_enlists_once() -> None:
+    team, counts = enlisted(2)
+    with pytest.raises(ValueError, match="enlisted already"):
+        team.enlist(serve, (2, counts))
+    team.close()
+    team.close()
+
+
+@needs_enlisting
+def test_interpreter_exit_ends_a_team() -> None:
+    code = """
+from test_team import check_steps, enlisted
+team, counts = enlisted(2)
+check_steps(team, counts, 2)
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")
