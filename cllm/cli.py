@@ -12,7 +12,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 from .config import BACKENDS, KERNELS, KV_CACHE_DTYPES, EngineConfig, make_config
 from .errors import CLLMError, ConfigError, InvalidRequestError
-from .hub import model_path
+from .hub import is_hub_name
 from .params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,10 @@ _ENGINE_FLAGS: _Flags = [
     (
         "model",
         ("-m", "--model"),
-        {"metavar": "FILE", "help": "GGUF file (default: demo, the model in the package)"},
+        {
+            "metavar": "MODEL",
+            "help": "GGUF file, USER/REPO[:QUANT] on Hugging Face, or demo, the model in the package (default)",
+        },
     ),
     ("backend", ("--backend",), {"choices": BACKENDS, "help": "what computes (default: kylin)"}),
     ("context_length", ("-c", "--ctx-size"), {"type": int, "metavar": "N", "help": "tokens of one sequence"}),
@@ -110,9 +112,17 @@ class CommandParser(argparse.ArgumentParser):
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field of `EngineConfig`. Each also reads `CLLM_<FIELD NAME>`; the flag wins."""
     group = parser.add_argument_group("engine", "each also reads an environment variable CLLM_<FIELD NAME>")
+    model = group.add_mutually_exclusive_group()
     for field, flags, options in _ENGINE_FLAGS:
-        group.add_argument(*flags, dest=field, default=None, **options)
-    group.add_argument("-hf", dest="hub_name", metavar="USER/REPO", help="not supported yet")
+        (model if field == "model" else group).add_argument(*flags, dest=field, default=None, **options)
+    model.add_argument(
+        "-hf",
+        dest="model",
+        type=_hub_name,
+        default=None,
+        metavar="USER/REPO[:QUANT]",
+        help="as -m, as llama.cpp has it",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +140,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The configuration of the flags given, else of the environment, else of `defaults`. Raises `ConfigError`."""
-    if args.hub_name is not None:
-        raise ConfigError(f"argument -hf: {_NOT_FETCHED}")
     settings = dict(defaults)
     for field, _, options in _ENGINE_FLAGS:
         value = getattr(args, field)
@@ -139,10 +147,7 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
             value = _from_environment(field, options.get("type", _truth if "action" in options else str))
         if value is not None:
             settings[field] = value
-    config = make_config(settings)
-    if config.backend != "mock" and not os.path.exists(model_path(config.model)):
-        _check_model_name(config.model)
-    return config
+    return make_config(settings)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -194,12 +199,17 @@ def say(text: str) -> None:
 
 
 def say_error(error: BaseException | str) -> None:
-    """Writes an error as one line: what a file or a user made of it cannot add lines or control characters."""
+    """Writes an error as one line."""
     known = isinstance(error, str | CLLMError | OSError)
     text = str(error) if known else f"{type(error).__name__}: {error} (-v tells where)"
     if len(text) > _LONGEST_LINE:
         text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
-    say("error: " + "".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+    say("error: " + printable(text))
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with line ends and control characters as escapes: it may come from a stranger's file."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def run_command(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
@@ -224,7 +234,6 @@ def run_command(main: Callable[[list[str] | None], int], argv: list[str] | None 
 
 
 _LONGEST_LINE = 1000  # characters
-_NOT_FETCHED = "models are not fetched by name yet; download the file and name its path with -m"
 
 
 def _variable(field: str) -> str:
@@ -246,10 +255,10 @@ def _truth(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def _check_model_name(name: str) -> None:
-    """Raises `ConfigError` for a name that is meant to stand for a file but is none."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) and not name.endswith(".gguf"):
-        raise ConfigError(f"there is no file {name!r}, and {_NOT_FETCHED}", field="model")
+def _hub_name(text: str) -> str:
+    if not is_hub_name(text):
+        raise argparse.ArgumentTypeError(f"expected USER/REPO or USER/REPO:QUANT, found {text!r}")
+    return text
 
 
 def _drop_unwritten_output() -> None:

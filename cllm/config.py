@@ -19,7 +19,8 @@ KERNELS = ("auto", "plain", "numpy")
 class EngineConfig:
     """Settings of one engine. None means: chosen when the model is known.
 
-    model: path of a GGUF file, or "demo" for the model in the package. backend: "kylin", "llama" or "mock".
+    model: "demo" for the model in the package, the path of a GGUF file, or "user/repo[:quant]" on Hugging Face.
+    backend: "kylin", "llama" or "mock".
     context_length: tokens of one sequence, prompt and output (None: the trained context, at most 4096).
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step (None: 512 on a CPU,
     2048 with GPU layers).

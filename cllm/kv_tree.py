@@ -7,7 +7,7 @@ afterwards: it stays, as a prefix for others, until its memory is needed. Ids an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 Key = tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, cast
@@ -108,8 +108,51 @@ class LLM:
         The request is checked at the call; it is submitted when the first piece is asked for.
         """
         inbox: SimpleQueue[list[StreamPiece]] = SimpleQueue()
-        request = self._request(prompt, sampling_params or SamplingParams(), inbox.put, streaming=True)
+        request = self.make_request(prompt, sampling_params or SamplingParams(), inbox.put, streaming=True)
         return self._pieces(request, inbox)
+
+    def make_request(
+        self,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
+        deliver: Callable[[list[Any]], None],
+        *,
+        streaming: bool = False,
+    ) -> Request:
+        """A checked request for `submit`, with its sequences; it computes nothing, and any thread may call it.
+
+        `deliver(updates)` is called on the engine's thread, once a step for all requests that share it: with
+        `StreamPiece`s as they are made where `streaming`, else with one `RequestOutput`. It must return at once.
+        Raises `InvalidRequestError`.
+        """
+        text, token_ids = self._read_prompt(prompt)
+        self._check_length(len(token_ids))
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            deliver=deliver,
+            streaming=streaming,
+            is_chat=isinstance(prompt, ChatPrompt),
+        )
+        for index in range(params.n):
+            self._sequence(request, index)
+        self._check_room(request.sequences[0])
+        return request
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queues requests of `make_request`, all or none. Raises `QueueFullError`, or `BackendError` where none is
+        taken any more."""
+        self._engine.submit(requests)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends requests with finish_reason "abort"; unknown and finished ids are ignored."""
+        self._engine.cancel(request_ids)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuses new requests and waits until the others have ended; False where `timeout` seconds went by."""
+        return self._engine.drain(timeout)
 
     def _answer(
         self,
@@ -146,7 +189,7 @@ class LLM:
         requests = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests.append(self._request(prompt, one, deliver))
+                requests.append(self.make_request(prompt, one, deliver))
             except InvalidRequestError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
@@ -191,31 +234,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _request(
-        self,
-        prompt: Prompt | ChatPrompt,
-        params: SamplingParams,
-        deliver: Callable[[list[Any]], None],
-        *,
-        streaming: bool = False,
-    ) -> Request:
-        """A checked request with its sequences."""
-        text, token_ids = self._read_prompt(prompt)
-        self._check_length(len(token_ids))
-        request = Request(
-            request_id=str(next(self._ids)),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            deliver=deliver,
-            streaming=streaming,
-            is_chat=isinstance(prompt, ChatPrompt),
-        )
-        for index in range(params.n):
-            self._sequence(request, index)
-        self._check_room(request.sequences[0])
-        return request
 
     def _sequence(self, request: Request, index: int) -> Answer:
         params, tokenizer, prompt_ids = request.params, self.tokenizer, request.prompt_token_ids

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +54,15 @@ class Done(NamedTuple):
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> Done:
     """`cllm run ARGV` in this process."""
+    return run_main(capsys, main, *argv)
+
+
+def run_main(
+    capsys: pytest.CaptureFixture[str], command: Callable[[list[str] | None], int], *argv: str
+) -> Done:
+    """A command's `main` with ARGV in this process."""
     with pytest.raises(SystemExit) as exit:
-        run_command(main, list(argv))
+        run_command(command, list(argv))
     captured = capsys.readouterr()
     assert isinstance(exit.value.code, int)
     return Done(exit.value.code, captured.out, captured.err)

@@ -88,7 +88,8 @@ HOSTILE = [  # (flags, what the line names)
     (["--kv-cache-dtype", "q8_0"], "argument --kv-cache-dtype: kv_cache_dtype should be one of"),
     (["--kernels", "fast"], "argument --kernels: invalid choice"),
     (["--max-queue", "0"], "argument --max-queue"),
-    (["-hf", "user/repo"], "argument -hf: models are not fetched by name yet"),
+    (["-hf", "model.gguf"], "argument -hf: expected USER/REPO or USER/REPO:QUANT, found 'model.gguf'"),
+    (["-hf", "user/repo", "-m", "demo"], "argument -m/--model: not allowed with argument -hf"),
     (["--tempe", "1"], "unrecognized arguments: --tempe"),
     (["--nonsense\x1b[31m\n"], "unrecognized arguments: --nonsense\\x1b[31m\\n"),
     (["a second prompt"], "unrecognized arguments: a second prompt"),
@@ -165,11 +166,7 @@ def test_no_stdin_at_all(monkeypatch: pytest.MonkeyPatch, mocked: Callable[..., 
 @pytest.mark.parametrize(
     ("model", "status", "named"),
     [
-        (
-            "user/repo:Q4_K_M",
-            2,
-            "argument -m/--model: there is no file 'user/repo:Q4_K_M', and models are not fetched",
-        ),
+        ("qwen3", 1, "qwen3: no such file; a model is demo, the path of a .gguf file or USER/REPO[:QUANT]"),
         ("nowhere.gguf", 1, "nowhere.gguf: no such file"),
         ("a\0b", 1, "a\\x00b"),
         ("line\nbreak.gguf", 1, "line\\nbreak.gguf"),

@@ -25,7 +25,9 @@ class BareLoop:
 
     def __init__(self, path: str, threads: int, num_tokens: int) -> None:
         llama_cpp.llama_log_set(_SILENT, None)
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        self.model = llama_cpp.llama_model_load_from_file(
+            path.encode(), llama_cpp.llama_model_default_params()
+        )
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = num_tokens, 512, 512, 4 * SEQUENCES
         params.n_threads = params.n_threads_batch = threads
@@ -47,9 +49,7 @@ class BareLoop:
         """Tokens of the answers a second."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         started = time.perf_counter()
-        self.decode(
-            [(100 + s + p, p, s, p == PROMPT - 1) for s in range(SEQUENCES) for p in range(PROMPT)]
-        )
+        self.decode([(100 + s + p, p, s, p == PROMPT - 1) for s in range(SEQUENCES) for p in range(PROMPT)])
         for step in range(ANSWER - 1):
             self.decode([(200 + step + s, PROMPT + step, s, True) for s in range(SEQUENCES)])
         return SEQUENCES * ANSWER / (time.perf_counter() - started)

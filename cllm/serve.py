@@ -1,0 +1,221 @@
+"""`cllm serve`: the HTTP server as a process: its address, its model, its signals.
+
+It must not know routes or shapes of replies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .cli import (
+    CommandParser,
+    add_engine_flags,
+    add_output_flags,
+    engine_config,
+    naming_flags,
+    run_command,
+    say,
+    start_logging,
+)
+from .config import EngineConfig
+from .errors import ConfigError
+from .llm import LLM
+from .params import SamplingParams
+from .sampler import TokenSampler
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from .server.service import Service
+
+logger = logging.getLogger(__name__)
+
+# Engine and event loop take turns in Python. Whoever waits for the other's turn to end waits this long, in seconds,
+# while the other computes in Python; see docs/server.md for what was measured.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status. Raises `CLLMError` for what goes wrong."""
+    args = _parser().parse_args(argv)
+    start_logging(verbose=args.verbose)
+    if not args.verbose and not args.quiet:
+        logging.getLogger().setLevel(logging.WARNING)  # a server has no other way to tell what went wrong
+    with naming_flags(args):
+        _check_usage(args)
+        config = engine_config(args)
+    try:
+        from .server.app import make_app
+        from .server.service import Service
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs further packages: pip install 'cllm[server]' ({error})"
+        ) from None
+    service = Service(_model_id(config), max_queue=config.max_queue)
+    app = make_app(
+        service,
+        api_key=args.api_key,
+        cors_origins=args.cors_origins or (),
+        max_body=args.max_body,
+        has_benchmark=args.enable_benchmark,
+    )
+    with _listen(args.host, args.port) as listener:
+        server = _make_server(app, service, args)
+        return _serve(server, service, config, listener, quiet=args.quiet)
+
+
+def _serve(
+    server: Server, service: Service, config: EngineConfig, listener: socket.socket, *, quiet: bool
+) -> int:
+    """Answers until a signal comes. The model loads meanwhile, so that `/health` can tell."""
+    failures: list[BaseException] = []
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def load() -> None:
+        try:
+            llm = LLM(config)
+            _warm_sampler(llm)
+        except BaseException as error:
+            failures.append(error)
+            server.should_exit = True
+            return
+        service.attach(llm)
+        if not quiet:
+            say(f"serving {service.model_id} ({llm.info.description}) at {address}")
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # uvicorn raises the signal again when it is done: SIGTERM is a clean end here.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    threading.Thread(target=load, name="cllm-load", daemon=True).start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.close()
+    if failures:
+        raise failures[0]
+    return 0
+
+
+def _warm_sampler(llm: LLM) -> None:
+    """Compiles what sampling needs, so that the first request does not wait for it."""
+    params = SamplingParams(top_k=2, top_p=0.5)
+    size, unused = llm.info.vocab_size, llm.tokenizer.unused_ids
+    sampler = TokenSampler(params, prompt_token_ids=[], vocab_size=size, unused_ids=unused, eog_ids=())
+    sampler.sample(np.zeros(size, np.float32))
+
+
+def _make_server(app: object, service: Service, args: argparse.Namespace) -> Server:
+    import uvicorn
+
+    class DrainingServer(uvicorn.Server):
+        """Lets what runs end before it closes connections."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            service.drain(args.drain_seconds)
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        access_log=args.verbose,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        # Aborted answers still have to be written, unless their readers are stuck.
+        timeout_graceful_shutdown=args.drain_seconds + 2,
+    )
+    return DrainingServer(config)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {host}, port {port}: {error}; choose another --host or --port"
+        ) from None
+
+
+def _model_id(config: EngineConfig) -> str:
+    """The name under which clients ask for the model: that of its file without the ending."""
+    return Path(config.model).name.removesuffix(".gguf")
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"argument --port: expected a number from 0 to 65535, found {args.port}")
+    if args.max_body < 1:
+        raise ConfigError(f"argument --max-body: expected a number of bytes, found {args.max_body}")
+    if args.drain_seconds < 0:
+        raise ConfigError(f"argument --drain-seconds: expected at least 0, found {args.drain_seconds}")
+    if args.api_key is not None and not (
+        args.api_key.isascii() and args.api_key.isprintable() and args.api_key
+    ):
+        raise ConfigError("argument --api-key: expected printable ASCII characters, at least one")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="cllm serve",
+        description="Serves a model over HTTP with OpenAI's API and its own; GET / lists the routes.",
+    )
+    get = os.environ.get  # argparse converts a default that is a text as it does a flag
+    parser.add_argument(
+        "--host",
+        default=get("CLLM_HOST", "127.0.0.1"),
+        help="address to listen at (127.0.0.1: this machine only)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=get("CLLM_PORT", "8000"),
+        metavar="N",
+        help="port (8000); 0 takes a free one",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=get("CLLM_API_KEY"),
+        metavar="KEY",
+        help="what clients must send as a bearer token",
+    )
+    parser.add_argument(
+        "--max-body",
+        type=int,
+        default=get("CLLM_MAX_BODY", str(16 * 2**20)),
+        metavar="BYTES",
+        help="longest request (16 MiB)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=int,
+        default=get("CLLM_DRAIN_SECONDS", "30"),
+        metavar="S",
+        help="at SIGTERM, let answers go on for so long (30)",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        default=(get("CLLM_CORS_ORIGIN") or "").split() or None,
+        metavar="ORIGIN",
+        help="let pages of this origin use the server, * for all; may be repeated",
+    )
+    parser.add_argument("--enable-benchmark", action="store_true", help="offer POST /benchmark")
+    add_output_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
