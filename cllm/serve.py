@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         config = engine_config(args)
     try:
         from .server.app import make_app
+        from .server.draining import DrainingServer
         from .server.service import Service
     except ImportError as error:
         raise ConfigError(
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         has_benchmark=args.enable_benchmark,
     )
     with _listen(args.host, args.port) as listener:
-        server = _make_server(app, service, args)
+        server = DrainingServer(app, service, args.drain_seconds, access_log=args.verbose)
         return _serve(server, service, config, listener, quiet=args.quiet)
 
 
@@ -113,28 +114,6 @@ def _warm_sampler(llm: LLM) -> None:
     size, unused = llm.info.vocab_size, llm.tokenizer.unused_ids
     sampler = TokenSampler(params, prompt_token_ids=[], vocab_size=size, unused_ids=unused, eog_ids=())
     sampler.sample(np.zeros(size, np.float32))
-
-
-def _make_server(app: object, service: Service, args: argparse.Namespace) -> Server:
-    import uvicorn
-
-    class DrainingServer(uvicorn.Server):
-        """Lets what runs end before it closes connections."""
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            service.drain(args.drain_seconds)
-            await super().shutdown(sockets)
-
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        access_log=args.verbose,
-        log_config=None,
-        server_header=False,
-        date_header=False,
-        # Aborted answers still have to be written, unless their readers are stuck.
-        timeout_graceful_shutdown=args.drain_seconds + 2,
-    )
-    return DrainingServer(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:

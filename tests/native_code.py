@@ -16,8 +16,10 @@ PROT_NONE, PROT_READ_WRITE = 0, 3
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def compile_here(emit: Callable[[ir.Module], Any], num_arguments: int) -> Callable[..., None]:
-    """The function of i64 arguments that `emit` puts into a module, compiled for this machine."""
+def compile_here(
+    emit: Callable[[ir.Module], Any], num_arguments: int, float_argument: int | None = None
+) -> Callable[..., None]:
+    """The function of i64 arguments (but for one float) that `emit` puts into a module, for this machine."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = ir.Module()
@@ -29,7 +31,10 @@ def compile_here(emit: Callable[[ir.Module], Any], num_arguments: int) -> Callab
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=1)
     engine = llvm.create_mcjit_compiler(optimized(module, machine), machine)
     engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)
+    arguments: list[Any] = [ctypes.c_int64] * num_arguments
+    if float_argument is not None:
+        arguments[float_argument] = ctypes.c_float
+    kind = ctypes.CFUNCTYPE(None, *arguments)
     call = kind(engine.get_function_address(function.name))
     call.engine = engine  # which owns the code
     return call

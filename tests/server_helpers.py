@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from cllm import LLM
 from cllm.server.app import make_app
+from cllm.server.draining import DrainingServer
 from cllm.server.service import Service
 
 # A test runner's own proxies and certificates have no part in this.
@@ -87,8 +87,7 @@ def serve(
         service.attach(llm)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections inherit it
-    config = uvicorn.Config(make_app(service, **options), log_config=None, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = DrainingServer(make_app(service, **options), service, drain_seconds=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -170,3 +170,25 @@ def test_inner_loops_are_the_same_bits_on_every_instruction_set(num_rows: int) -
         values = block.reshape(16, width).astype(np.float32)[1:14]
         np.testing.assert_allclose(out, 1 + weights[:, 1:14] @ values, rtol=1e-5, atol=1e-5)
     assert len({result.tobytes() for result in results}) == 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_scores_are_the_same_bits_on_every_instruction_set(num_rows: int) -> None:
+    width, rng = 80, np.random.default_rng(1)
+    keys = rng.standard_normal((2, width, 16)).astype(np.float16)
+    queries = rng.standard_normal((num_rows, width)).astype(np.float32)
+    num_scores = 16 if num_rows == 4 else 32
+    results = []
+    for isa in RUNS_HERE:
+        out = np.zeros((num_rows, num_scores), np.float32)
+
+        def emit(module: ir.Module, isa: str = isa) -> Any:
+            return attention_simd.emit_scores(module, isa, num_rows, half=True)
+
+        call = compile_here(emit, 8, float_argument=5)
+        first, second = (block.ctypes.data for block in keys)
+        call(queries.ctypes.data, 4 * width, first, second, width, 0.25, out.ctypes.data, out.strides[0])
+        results.append(out)
+        expected = 0.25 * np.hstack([queries @ block.astype(np.float32) for block in keys])
+        np.testing.assert_allclose(out, expected[:, :num_scores], rtol=1e-4, atol=1e-5)
+    assert len({result.tobytes() for result in results}) == 1

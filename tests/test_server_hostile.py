@@ -150,8 +150,8 @@ def test_two_hundred_streams_half_of_them_slow(server: Running) -> None:
     expected = server.llm.generate("x", _params(150))[0].outputs[0].text
     slow = [server.connect(receive_buffer=4096) for _ in range(100)]
     for connection in slow:
-        # Log-probabilities make it more than all buffers hold.
-        connection.sendall(post(COMPLETIONS, body | {"logprobs": 3}))
+        # Log-probabilities make it twice what all buffers hold.
+        connection.sendall(post(COMPLETIONS, body | {"logprobs": 20}))
     texts: list[str] = []
 
     def read() -> None:
@@ -164,6 +164,8 @@ def test_two_hundred_streams_half_of_them_slow(server: Running) -> None:
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
+    until(lambda: server.llm.health()["num_running"] == server.llm.health()["num_waiting"] == 0)
+    assert len(server.service._calls) == 100  # computed, but for want of readers not written
     for connection in slow:
         with connection:
             data = b""
@@ -175,6 +177,25 @@ def test_two_hundred_streams_half_of_them_slow(server: Running) -> None:
     assert len(texts) == 200
     assert set(texts) == {expected}
     assert_idle(server.llm)
+
+
+def test_stuck_readers_do_not_hold_up_the_end(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with serve(server.llm) as other:
+        monkeypatch.setattr(server.llm, "drain", lambda seconds: True)  # the other tests go on with it
+        stuck = [other.connect(receive_buffer=4096) for _ in range(20)]
+        for connection in stuck:
+            connection.sendall(post(COMPLETIONS, body))
+        until(lambda: len(other.service._calls) == 20)
+        until(lambda: server.llm.health()["num_running"] == server.llm.health()["num_waiting"] == 0)
+    assert not other.service._calls
+    assert [record.getMessage() for record in caplog.records] == [
+        "cut off a client that stopped reading"
+    ] * 20
+    for connection in stuck:
+        connection.close()
 
 
 def test_two_thousand_requests_with_random_ends(server: Running) -> None:

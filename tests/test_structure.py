@@ -83,6 +83,7 @@ LEVELS = [
         "server/benchmark.py",
         "server/routes.py",
         "server/app.py",
+        "server/draining.py",
         "serve.py",
         "__main__.py",
     ],

@@ -48,7 +48,9 @@ class KylinBackend(Backend):
         )
         self._team = Team(config.num_threads or available_cores())
         # A bar on a terminal where repacking or compiling takes long.
-        with tqdm(delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}") as bar:
+        with tqdm(
+            delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}"
+        ) as bar:
 
             def show(stage: str, done: int, total: int) -> None:
                 bar.desc, bar.n, bar.total = stage, done, total

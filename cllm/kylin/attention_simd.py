@@ -21,30 +21,32 @@ from .jit import inlined, intrinsic, kernel
 from .kv_cache import BLOCK
 from .ops import exp32, sum_lanes
 from .rounding import to_half
-from .simd import F32, I64, Emitter, Value, host_isa, start_function
+from .simd import F32, I64, Emitter, Value, host_isa, make_internal, start_function
 
 TILE_TOKENS = 4
 _ISA = host_isa()
 
 
 def emit_scores(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Value:
-    """The function (q, q_stride, keys, width, scale, out, out_stride) in `module`, i64 but for float32 `scale`.
+    """The function (q, q_stride, keys, next_keys, width, scale, out, out_stride), i64 but for float32 `scale`.
 
-    out[row][0..15] = scale * (q[row] . key of each position) for one block [width][16]; strides in bytes.
+    out[row][0..31] = scale * (q[row] . key of each position) for two blocks [width][16]; strides in bytes. With
+    4 rows it is out[row][0..15], and the next keys do not count: enough chains of fma run beside each other.
     """
-    kind = ir.FunctionType(ir.VoidType(), [I64] * 4 + [F32, I64, I64])
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32, I64, I64])
     function = ir.Function(module, kind, f"cllm_scores_{num_rows}_{half}")
-    function.linkage = "internal"
-    q, q_stride, keys, width, scale, out, out_stride = function.args
+    make_internal(function)
+    q, q_stride, keys, next_keys, width, scale, out, out_stride = function.args
     e = Emitter(start_function(function), isa)
-    vectors = range(BLOCK // e.lanes)
+    blocks = (keys,) if num_rows == 4 else (keys, next_keys)
+    vectors = range(len(blocks) * BLOCK // e.lanes)
     queries = [e.address(q, e.mul(q_stride, ir.Constant(I64, row))) for row in range(num_rows)]
     sums = [[e.variable(e.zero(e.f32)) for _ in vectors] for _ in queries]
     size = 2 if half else 4
     with e.loop(width) as channel:
-        base = e.address(keys, e.mul(channel, ir.Constant(I64, BLOCK * size)))
+        bases = [e.address(block, e.mul(channel, ir.Constant(I64, BLOCK * size))) for block in blocks]
         at = e.mul(channel, ir.Constant(I64, 4))
-        loaded = [_load_stored(e, base, size, r) for r in vectors]
+        loaded = [_load_stored(e, base, size, r) for base in bases for r in range(BLOCK // e.lanes)]
         for row, query in enumerate(queries):
             factor = e.broadcast(e.f32, e.address(query, at))
             for r in vectors:
@@ -63,7 +65,7 @@ def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Val
     out[row] += sum over begin <= p < end of weights[row][p] * values[p], for one block [16][width].
     """
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), f"cllm_weigh_{num_rows}_{half}")
-    function.linkage = "internal"
+    make_internal(function)
     weights, weights_stride, values, width, begin, end, out, out_stride = function.args
     e = Emitter(start_function(function), isa)
     b, size = e.builder, 2 if half else 4
@@ -114,7 +116,7 @@ def _call_emitted(builder: Any, emit: Any, num_rows: int, cache: Any, values: An
 
 @intrinsic(prefer_literal=True)
 def _scores(  # type: ignore[no-untyped-def]
-    typing_context, num_rows, cache, q, q_stride, keys, width, scale, out, out_stride
+    typing_context, num_rows, cache, q, q_stride, keys, next_keys, width, scale, out, out_stride
 ):
     """`emit_scores` for as many rows; `cache` is an array of the cache's type."""
 
@@ -122,7 +124,7 @@ def _scores(  # type: ignore[no-untyped-def]
         _call_emitted(builder, emit_scores, num_rows.literal_value, cache, values[2:])
         return context.get_dummy_value()
 
-    numbers = (types.int64,) * 4
+    numbers = (types.int64,) * 5
     return types.void(num_rows, cache, *numbers, types.float32, types.int64, types.int64), generate
 
 
@@ -166,11 +168,12 @@ def find_tiles(slots, positions, num_tokens, tiles):  # type: ignore[no-untyped-
 def make_scratch(group, width, longest):  # type: ignore[no-untyped-def]
     """Memory of one thread for `attend_tile`: (queries and results [2, rows, C], scores [rows, positions])."""
     rows = TILE_TOKENS * group
-    padded = (longest + BLOCK - 1) // BLOCK * BLOCK
+    padded = (longest + 2 * BLOCK - 1) // (2 * BLOCK) * (2 * BLOCK)
     return np.empty((2, rows, width), np.float32), np.empty((rows, padded), np.float32)
 
 
-def _attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, out):  # type: ignore[no-untyped-def]
+@kernel
+def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, out):  # type: ignore[no-untyped-def]
     """z of the tokens begin <= t < end, which are a tile, for the query heads of one kv-head.
 
     q, out float32[T, H, C]; keys [blocks, K, C, 16] and values [blocks, K, 16, C] of one layer; tables
@@ -197,53 +200,60 @@ def _attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head,
             out[token, head, channel] = results[row, channel] * factor
 
 
-attend_tile_inline = inlined(_attend_tile)  # for the phase of a step: compiled once, as a part of it
-attend_tile = kernel(_attend_tile)
-
-
-@inlined
+@kernel
 def _score_blocks(queries, num_rows, keys, table, kv_head, num_seen, scale, scores):  # type: ignore[no-untyped-def]
     """Scores of all rows against every block with a position below `num_seen`."""
     width = queries.shape[1]
     q_stride, out_stride = 4 * width, 4 * scores.shape[1]
-    for place in range((num_seen + BLOCK - 1) // BLOCK):
-        block = keys[table[place], kv_head].ctypes.data
+    num_blocks = (num_seen + BLOCK - 1) // BLOCK
+    block_bytes = width * BLOCK * keys.itemsize
+    for place in range(0, num_blocks, 2):
+        last = min(place + 1, num_blocks - 1)  # where there is no second block the first one is taken twice
+        first = keys.ctypes.data + (table[place] * keys.shape[1] + kv_head) * block_bytes
+        second = keys.ctypes.data + (table[last] * keys.shape[1] + kv_head) * block_bytes
         out = scores.ctypes.data + 4 * BLOCK * place
         row = 0
         while num_rows - row >= 4:
             q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(4, keys, q, q_stride, block, width, scale, target, out_stride)
+            _scores(4, keys, q, q_stride, first, second, width, scale, target, out_stride)
+            target += 4 * BLOCK
+            _scores(4, keys, q, q_stride, second, second, width, scale, target, out_stride)
             row += 4
         if num_rows - row >= 2:
             q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(2, keys, q, q_stride, block, width, scale, target, out_stride)
+            _scores(2, keys, q, q_stride, first, second, width, scale, target, out_stride)
             row += 2
         if num_rows > row:
             q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(1, keys, q, q_stride, block, width, scale, target, out_stride)
+            _scores(1, keys, q, q_stride, first, second, width, scale, target, out_stride)
 
 
-@inlined
+@kernel
 def _exponentials(scores, num_seen):  # type: ignore[no-untyped-def]
     """In place e^(score - largest) of the first `num_seen` scores; the reciprocal of their sum."""
-    largest = scores[0]
-    for i in range(num_seen):
-        largest = max(largest, scores[i])
     padded = (num_seen + BLOCK - 1) // BLOCK * BLOCK
-    for i in range(num_seen):
-        scores[i] = exp32(scores[i] - largest)
     for i in range(num_seen, padded):
-        scores[i] = np.float32(0)
+        scores[i] = -np.inf
     lanes = np.empty(BLOCK, np.float32)
     for lane in range(BLOCK):
+        lanes[lane] = scores[lane]
+    for start in range(0, padded, BLOCK):
+        for lane in range(BLOCK):
+            score = scores[start + lane]
+            lanes[lane] = score if score > lanes[lane] else lanes[lane]
+    largest = lanes[0]
+    for lane in range(BLOCK):
+        largest = max(largest, lanes[lane])
         lanes[lane] = np.float32(0)
+    for i in range(padded):
+        scores[i] = exp32(scores[i] - largest)  # 0 behind the last position
     for start in range(0, padded, BLOCK):
         for lane in range(BLOCK):
             lanes[lane] += scores[start + lane]
     return np.float32(1) / sum_lanes(lanes)
 
 
-@inlined
+@kernel
 def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, num_tokens, results):  # type: ignore[no-untyped-def]
     """results += weights * values. The first token of the tile sees `first_seen` positions, each later one more.
 
@@ -251,8 +261,9 @@ def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, n
     """
     width = results.shape[1]
     stride, out_stride = 4 * scores.shape[1], 4 * width
+    block_bytes = width * BLOCK * values.itemsize
     for start in range(0, first_seen + num_tokens - 1, BLOCK):
-        block = values[table[start // BLOCK], kv_head].ctypes.data
+        block = values.ctypes.data + (table[start // BLOCK] * values.shape[1] + kv_head) * block_bytes
         shared = max(0, min(BLOCK, first_seen - start))
         weights = scores.ctypes.data + 4 * start
         row = 0
@@ -274,7 +285,8 @@ def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, n
                 _weigh(1, values, weights + row * stride, stride, block, width, shared, seen, out, out_stride)
 
 
-def _store_token(k, v, keys, values, tables, slots, positions, token):  # type: ignore[no-untyped-def]
+@kernel
+def store_token(k, v, keys, values, tables, slots, positions, token):  # type: ignore[no-untyped-def]
     """Writes k, v float32[T, K, C] of one token to its position of one layer's cache."""
     block = tables[slots[token], positions[token] // BLOCK]
     place = positions[token] % BLOCK
@@ -282,10 +294,6 @@ def _store_token(k, v, keys, values, tables, slots, positions, token):  # type: 
         for channel in range(k.shape[2]):
             keys[block, head, channel, place] = to_stored(k[token, head, channel], keys)
             values[block, head, place, channel] = to_stored(v[token, head, channel], values)
-
-
-store_token_inline = inlined(_store_token)
-store_token = kernel(_store_token)
 
 
 def to_stored(x: Any, cache: Any) -> Any:

@@ -22,7 +22,7 @@ from .phases import MAX_TOKENS, PHASE_NAMES, PHASES
 from .program import make_program, matrices_of
 from .rounding import round_rows
 from .simd import host_isa
-from .step import phase_address
+from .step import compile_loops, phase_address
 from .team import CAN_ENLIST, Team
 from .weights import Floats, Linear, Weights
 
@@ -142,8 +142,8 @@ class FastPath:
 def _compile_all(weights: Weights, progress: Progress) -> None:
     """Compiles what the model needs, or loads it from the cache on disk."""
     types = {layer.weight.type for layer in matrices_of(weights)}
-    compilers = [partial(compiled_kernel, ggml_type) for ggml_type in types]
-    compilers += [partial(phase_address, phase) for phase in PHASES]
+    compilers: list[Callable[[], object]] = [partial(compiled_kernel, ggml_type) for ggml_type in types]
+    compilers += [*(partial(phase_address, phase) for phase in PHASES), compile_loops]
     for number, compiler in enumerate(compilers):
         progress("compiling kernels", number, len(compilers))
         compiler()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .gguf import Tensor
 from .jit import intrinsic, kernel, native_function
 from .quants import ACTIVATION_ROUNDING
-from .simd import I64, host_isa
+from .simd import I64, host_isa, make_internal
 from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
 
@@ -149,7 +149,7 @@ def emitted_groups(  # type: ignore[no-untyped-def]
         sizes = TileSizes(kind.words * WORD, RECORD_BYTES[ACTIVATION_ROUNDING[ggml_type]])
         name = f"cllm_{ggml_type.name}"
         function = emit_groups(builder.module, isa.literal_value, name, kind.record, sizes)
-        function.linkage = "internal"
+        make_internal(function)
         builder.call(function, values[2:])
         return context.get_dummy_value()
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 
 from . import ops
-from .attention_simd import attend_tile_inline, make_scratch, store_token_inline
+from .attention_simd import attend_tile, make_scratch, store_token
 from .jit import inlined
 from .matmul import call_groups
 from .native import atomic_add, carray, pointer
@@ -148,24 +148,33 @@ def round_only(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
         token = _claim(row_at)
 
 
-def rope_and_store(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def rope_and_store_f16(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
-    Operands: norm of q and of k (0: none), the layer's keys and values, whether they are f16. Pieces: tokens.
+    Operands: norm of q and of k (0: none), the layer's keys and values. Pieces: tokens.
     """
+    _rope_and_store(m_at, row_at, np.uint16)
+
+
+def rope_and_store_f32(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+    """As `rope_and_store_f16` for a cache of float32."""
+    _rope_and_store(m_at, row_at, np.float32)
+
+
+@inlined
+def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, k = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
-    q_rows, k_rows = q.reshape(MAX_TOKENS * heads, width), k.reshape(MAX_TOKENS * kv_heads, width)
+    q_rows = _floats(m[Field.Q], (MAX_TOKENS * heads, width))
+    k_rows = _floats(m[Field.K], (MAX_TOKENS * kv_heads, width))
     v, eps = _floats(m[Field.V], (MAX_TOKENS, kv_heads, width)), _floats(m[Field.EPS], 1)[0]
     angles = (m[Field.MAX_POSITIONS], width // 2)
     cos, sin = _floats(m[Field.COS], angles), _floats(m[Field.SIN], angles)
     positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
-    key_shape, value_shape = (
-        (m[Field.NUM_BLOCKS], kv_heads, width, 16),
-        (m[Field.NUM_BLOCKS], kv_heads, 16, width),
-    )
+    keys = carray(pointer(row[4]), (m[Field.NUM_BLOCKS], kv_heads, width, 16), dtype)
+    values = carray(pointer(row[5]), (m[Field.NUM_BLOCKS], kv_heads, 16, width), dtype)
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         if row[2] != 0:
@@ -179,13 +188,7 @@ def rope_and_store(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
         else:
             ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
             ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
-        if row[6]:
-            keys = carray(pointer(row[4]), key_shape, np.uint16)
-            values = carray(pointer(row[5]), value_shape, np.uint16)
-            store_token_inline(k, v, keys, values, tables, slots, positions, token)
-        else:
-            keys32, values32 = _floats(row[4], key_shape), _floats(row[5], value_shape)
-            store_token_inline(k, v, keys32, values32, tables, slots, positions, token)
+        store_token(k, v, keys, values, tables, slots, positions, token)
         token = _claim(row_at)
 
 
@@ -219,7 +222,7 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
         # Late tiles see the most positions: they are claimed first, so that the members end together.
         tile, kv_head = m[Field.NUM_TILES] - 1 - item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
-        attend_tile_inline(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, z)
+        attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, z)
         item = _claim(row_at)
 
 
@@ -315,7 +318,7 @@ PHASES = (
     norm_and_round,
     norm_logit_rows,
     round_only,
-    rope_and_store,
+    rope_and_store_f16,
     attend_f16,
     multiply,
     multiply_and_add,

@@ -90,11 +90,12 @@ def _add_layer(
     keys, values = cache.keys[layer], cache.values[layer]
     is_f16 = keys.dtype == np.uint16
     norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
+    store = phases.rope_and_store_f16 if is_f16 else phases.rope_and_store_f32
     attend = phases.attend_f16 if is_f16 else phases.attend_f32
     z_kinds, post_kinds = rows.kinds(first + _OUTPUT, 1), rows.kinds(first + _DOWN, 1)
     rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first + _Q, 3))
     rows.add(phases.multiply, "qkv", rows.matrix(first + _Q), 3, Field.NUM_TOKENS)
-    rows.add(phases.rope_and_store, "rope", *norms, keys.ctypes.data, values.ctypes.data, is_f16)
+    rows.add(store, "rope", *norms, keys.ctypes.data, values.ctypes.data)
     rows.add(attend, "attention", keys.ctypes.data, values.ctypes.data)
     rows.add(phases.round_only, "norm", arrays["Z"].ctypes.data, shape.num_heads * shape.head_width, z_kinds)
     rows.add(phases.multiply_and_add, "attn_output", rows.matrix(first + _OUTPUT))

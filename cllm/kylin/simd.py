@@ -337,3 +337,9 @@ def start_function(function: Value) -> ir.IRBuilder:
     builder.branch(function.append_basic_block("start"))
     builder.position_at_end(function.blocks[-1])
     return builder
+
+
+def make_internal(function: Value) -> None:
+    """Keeps a function to its module, and whole: a copy in each caller only takes time to compile."""
+    function.linkage = "internal"
+    function.attributes.add("noinline")

@@ -72,6 +72,13 @@ def call_phase(typing_context, address, m, row, num_members):  # type: ignore[no
     return types.void(*(types.int64,) * 4), generate
 
 
+def compile_loops() -> None:
+    """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
+    numbers, program = types.int64[::1], types.int64[:, ::1]
+    lead.compile((numbers, types.int64, numbers, program, numbers))
+    serve.compile((numbers, types.int64, types.int64, numbers, program, numbers))
+
+
 @cache
 def phase_address(phase: Callable[..., None]) -> int:
     """The address of one of the phases below, compiled."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from .simd import I64, Emitter, Value, Variable, start_function
+from .simd import I64, Emitter, Value, Variable, make_internal, start_function
 
 ROWS = 16  # of a group
 WORD = 4 * ROWS  # bytes of one word of a group's rows
@@ -192,7 +192,7 @@ def emit_tile(
     Writes out[token][0..15], float32, strides in bytes: one group's rows times `num_tokens` tokens.
     """
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 6), f"{name}_{num_tokens}")
-    function.linkage = "internal"
+    make_internal(function)
     weights, acts, acts_stride, out, out_stride, num_records = function.args
     e = Emitter(start_function(function), isa)
     tile = Tile(e, num_tokens)
