@@ -84,12 +84,13 @@ class StopMatcher:
         for stop in stops:
             self._insert(stop)
         self._fallback = self._make_fallbacks()
+        self._firsts = frozenset(self._next[0])
         self._state = 0
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text that is settled, the stop string that was completed or None: then the settled text ends before it)."""
-        if not self._held and self._next[0].keys().isdisjoint(text):  # nothing begins here: the usual case
+        if not self._held and self._firsts.isdisjoint(text):  # nothing begins here: the usual case
             return text, None
         buffer = self._held + text
         for at in range(len(self._held), len(buffer)):

@@ -162,10 +162,10 @@ class KVTree:
 
     def commit(self, slot: int, token_ids: list[int]) -> None:
         """The reserved tokens have been computed; from now on others may share them."""
-        leaf, block = self._leaves[slot], self.block
+        leaf = self._leaves[slot]
         num_before = len(leaf.tokens)
         leaf.tokens += token_ids
-        if num_before < block <= len(leaf.tokens):
+        if num_before < self.block <= len(leaf.tokens):
             self._attach(leaf)
 
     def retire(self, slot: int) -> None:

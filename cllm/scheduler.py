@@ -92,8 +92,8 @@ class Scheduler:
         for sequence, num_tokens, _ in plan.chunks:
             start = sequence.num_computed
             sequence.num_computed = start + num_tokens
-            slot = _slot(sequence)
-            self.tree.commit(slot, sequence.token_ids[start : start + num_tokens])
+            computed = sequence.token_ids[start : start + num_tokens]
+            self.tree.commit(sequence.slot, computed)  # type: ignore[arg-type]  # a planned sequence has a slot
         for sequence, sample in zip(plan.sampled, samples, strict=True):
             if isinstance(sample, CLLMError):
                 sequence.fail(sample)

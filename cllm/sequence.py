@@ -94,6 +94,7 @@ class Sequence:
         "_end_ids",
         "_eog_ids",
         "_logprobs",
+        "_min_tokens",
         "_num_sent",
         "_pieces",
         "_text",
@@ -134,6 +135,7 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._text = text
+        self._min_tokens = request.params.min_tokens
         self._eog_ids = frozenset() if request.params.ignore_eos else eog_ids
         self._end_ids = self._eog_ids | frozenset(request.params.stop_token_ids or ())
         self._pieces: list[str] = []
@@ -176,7 +178,7 @@ class Sequence:
             self._end_at(token_id)
             return
         text = self._text
-        piece = text.push(token_id, may_stop=num_output > self.request.params.min_tokens)
+        piece = text.push(token_id, may_stop=num_output > self._min_tokens)
         if piece:
             self._pieces.append(piece)
         if text.stop is not None:

@@ -83,15 +83,16 @@ class Tokenizer:
     """The tokens that text makes only with `parse_special`, and that `skip_special` leaves out."""
     unused_ids: NDArray[np.int64]
     """The ids that no text means (padding of the embedding), ascending: never to be sampled."""
+    plain_texts: dict[int, str]
+    """Of the tokens that streams have met, those that are whole ASCII texts and no controls."""
     chat_template: str | None
     """The source of the file's Jinja template."""
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
         self._tokens, self._types = vocabulary.tokens, vocabulary.types
         self._pipeline = vocabulary.pipeline
-        self._bytes_of: dict[
-            int, bytes
-        ] = {}  # of the tokens met so far: streams ask for each again and again
+        self._bytes_of: dict[int, bytes] = {}  # of the tokens met so far: streams ask again and again
+        self.plain_texts = {}
         self.vocab_size = len(self._tokens)
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.add_bos = vocabulary.add_bos
@@ -186,6 +187,7 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.control_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._plain_texts = tokenizer.plain_texts
         self._is_inside = False  # whether bytes of an unfinished character are held back
 
     def push(self, token_id: int) -> str:
@@ -193,11 +195,14 @@ class StreamDecoder:
 
         Raises `InvalidRequestError` for an id outside the vocabulary; the stream is then as before.
         """
+        plain = self._plain_texts.get(token_id)
+        if plain is not None and not self._is_inside:
+            return plain
         data = self._tokenizer.token_bytes(token_id)
         if token_id in self._skipped:
             return ""
-        if not self._is_inside and data.isascii():
-            return data.decode("ascii")
+        if token_id not in self._tokenizer.control_ids and data.isascii():
+            self._plain_texts[token_id] = data.decode("ascii")
         text = self._utf8.decode(data)
         self._is_inside = bool(self._utf8.getstate()[0])
         return text

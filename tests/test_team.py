@@ -113,7 +113,6 @@ def test_teams_do_not_disturb_each_other() -> None:
 def test_a_forgotten_team_ends() -> None:
     team, counts = enlisted(2)
     check_steps(team, counts, 1)
-    team._helpers.shutdown()
     del team  # `no_thread_is_left` looks
 
 

@@ -51,6 +51,7 @@ class LlamaTokenizer(Tokenizer):
         self.add_bos = self.bos_id is not None and bool(library.llama_vocab_get_add_bos(vocab))
         template = metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
+        self.plain_texts = {}
         ids = range(self.vocab_size)
         attributes = np.fromiter((library.llama_vocab_get_attr(vocab, i) for i in ids), np.int32)
         self.control_ids = frozenset(np.flatnonzero(attributes & (_CONTROL | _UNKNOWN)).tolist())

@@ -24,6 +24,9 @@ from .weights import Block, Floats, Linear, Weights
 Ids = NDArray[np.int32]
 
 
+_SMALL = 1 << 15  # values that one thread norms sooner than two can share them
+
+
 class Tokens(Protocol):
     """What `forward` needs of a batch: int32 arrays, one entry a token."""
 
@@ -148,7 +151,10 @@ class Model:
     def _norm(self, x: Floats, weight: Floats) -> Floats:
         """RMS norm of each row of x [N, D]."""
         out = np.empty_like(x)
-        self.team.run(lambda begin, end: ops.rms_norm(x, weight, self._eps, out, begin, end), len(x))
+        if x.size < _SMALL:
+            ops.rms_norm(x, weight, self._eps, out, 0, len(x))
+        else:
+            self.team.run(lambda begin, end: ops.rms_norm(x, weight, self._eps, out, begin, end), len(x))
         return out
 
     def _norm_heads(self, w: Block, q: Floats, k: Floats, at: str, tap: Tap | None) -> tuple[Floats, Floats]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .native import atomic_add, atomic_load, pause, sched_yield, sem_init, sem_p
 
 CAN_ENLIST = sys.platform == "linux"  # unnamed semaphores
 
+_Work = tuple[Callable[[int, int], None], int, int]
 _LINE = 8  # int64s of a cache line: what different threads write stands on different lines
 _STOP, _ARRIVED, _SEMAPHORES = 0, _LINE, 2 * _LINE  # places in a team's state; one semaphore a line
 _SPINS = 1000  # before a waiting thread offers its core to others
@@ -33,10 +34,11 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads - 1, "cllm-kylin") if num_threads > 1 else None
+        self._inboxes: list[SimpleQueue[_Work | None]] = []
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self.state = np.zeros(_SEMAPHORES + _LINE * num_threads, np.int64)
         self._members: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end_members, self.state, self._members)
+        self._end = weakref.finalize(self, _end_threads, self.state, self._members, self._inboxes)
 
     def run(self, work: Callable[[int, int], None], num_items: int) -> None:
         """Calls `work(begin, end)` over ranges that together cover `range(num_items)`; returns when all are done.
@@ -44,17 +46,28 @@ class Team:
         An exception of any range is raised here, after the others have ended.
         """
         parts = min(self.num_threads, num_items)
-        if self._helpers is None or parts <= 1:
+        if parts <= 1:
             work(0, num_items)
             return
+        self._start_helpers()
         bounds = [num_items * part // parts for part in range(parts + 1)]
-        futures = [self._helpers.submit(work, bounds[part], bounds[part + 1]) for part in range(1, parts)]
+        for part in range(1, parts):
+            self._inboxes[part - 1].put((work, bounds[part], bounds[part + 1]))
+        errors: list[BaseException | None] = []
         try:
             work(bounds[0], bounds[1])
         finally:
-            wait(futures)
-        for future in futures:
-            future.result()
+            errors += [self._done.get() for _ in range(1, parts)]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _start_helpers(self) -> None:
+        for number in range(len(self._inboxes) + 1, self.num_threads):
+            inbox: SimpleQueue[_Work | None] = SimpleQueue()
+            self._inboxes.append(inbox)
+            name = f"cllm-kylin-helper-{number}"
+            threading.Thread(target=_help, args=(inbox, self._done), name=name, daemon=True).start()
 
     def enlist(self, serve: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Starts `serve(state, member, *arguments)` for the members 1, 2, .. of the team, once.
@@ -76,11 +89,24 @@ class Team:
     def close(self) -> None:
         """Ends the helpers."""
         self._end()
-        if self._helpers is not None:
-            self._helpers.shutdown()
 
 
-def _end_members(state: NDArray[np.int64], members: list[threading.Thread]) -> None:
+def _help(inbox: SimpleQueue[_Work | None], done: SimpleQueue[BaseException | None]) -> None:
+    """A helper of `Team.run`: takes work until there is none to come."""
+    while (item := inbox.get()) is not None:
+        work, begin, end = item
+        try:
+            work(begin, end)
+            done.put(None)
+        except BaseException as error:  # the caller's to raise
+            done.put(error)
+
+
+def _end_threads(
+    state: NDArray[np.int64], members: list[threading.Thread], inboxes: list[SimpleQueue[_Work | None]]
+) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
     if members:
         state[_STOP] = 1
         begin_step(state, len(members) + 1)
