@@ -195,7 +195,7 @@ class StreamDecoder:
 
         Raises `InvalidRequestError` for an id outside the vocabulary; the stream is then as before.
         """
-        plain = self._plain_texts.get(token_id)
+        plain = self._plain_texts.get(token_id) if type(token_id) is int else None  # True == 1, too
         if plain is not None and not self._is_inside:
             return plain
         data = self._tokenizer.token_bytes(token_id)

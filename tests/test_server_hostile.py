@@ -67,7 +67,9 @@ def test_other_content_types(server: Running, content_type: str | None) -> None:
 
 def test_many_stops(server: Running) -> None:
     stops = [f"stop number {number}" for number in range(1000)]
-    (choice,) = server.ask(COMPLETIONS, prompt="x", stop=[*stops, "ef"], max_tokens=40, temperature=0)["choices"]
+    (choice,) = server.ask(COMPLETIONS, prompt="x", stop=[*stops, "ef"], max_tokens=40, temperature=0)[
+        "choices"
+    ]
     assert choice["text"] == "bcd"
 
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import llama_cpp
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cllm import LLM, SamplingParams
 
