@@ -42,9 +42,10 @@ class Engine:
         requests = list(requests)
         with self._wake:
             self._check_alive()
-            waiting = self._num_waiting()
-            if waiting + len(requests) > self._max_queue:
-                raise QueueFullError(f"{waiting} requests wait already; the limit is {self._max_queue}")
+            if len(self._open) + len(requests) > self._max_queue:  # else there is room, whoever runs
+                waiting = sum(request.started is None for request in list(self._open.values()))
+                if waiting + len(requests) > self._max_queue:
+                    raise QueueFullError(f"{waiting} requests wait already; the limit is {self._max_queue}")
             for request in requests:
                 # In this order: an interrupt between the two must not leave an open request that was never added.
                 self._inbox.append(lambda request=request: self._add(request))  # type: ignore[misc]

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+from tqdm import tqdm
 
 from .answer_text import AnswerText
 from .backends import load_backend
@@ -26,6 +28,16 @@ from .sequence import Sequence as Answer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+
+
+class _Checked(NamedTuple):
+    """A prompt that nothing is wrong with, and its parameters."""
+
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    is_chat: bool
 
 
 class LLM:
@@ -61,6 +73,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers each prompt, a text or a list of token ids; one output a prompt, in order.
 
@@ -68,7 +82,7 @@ class LLM:
         `InvalidRequestError` (which names its index) before any work; one that fails later has
         `finish_reason` "error" and its `error`.
         """
-        return self._answer(_as_list(prompts), sampling_params)
+        return self._answer(_as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -77,6 +91,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers a conversation, or several, rendered by the file's own chat template; else as `generate`.
 
@@ -88,7 +103,7 @@ class LLM:
         prompts = [
             self.render(one, tools=tools, chat_template_kwargs=chat_template_kwargs) for one in conversations
         ]
-        return self._answer(prompts, sampling_params)
+        return self._answer(prompts, sampling_params, use_tqdm)
 
     def render(
         self,
@@ -125,21 +140,7 @@ class LLM:
         `StreamPiece`s as they are made where `streaming`, else with one `RequestOutput`. It must return at once.
         Raises `InvalidRequestError`.
         """
-        text, token_ids = self._read_prompt(prompt)
-        self._check_length(len(token_ids))
-        request = Request(
-            request_id=str(next(self._ids)),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            deliver=deliver,
-            streaming=streaming,
-            is_chat=isinstance(prompt, ChatPrompt),
-        )
-        for index in range(params.n):
-            self._sequence(request, index)
-        self._check_room(request.sequences[0])
-        return request
+        return self._request(self._check(prompt, params), deliver, streaming=streaming)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests of `make_request`, all or none. Raises `QueueFullError`, or `BackendError` where none is
@@ -158,43 +159,61 @@ class LLM:
         self,
         prompts: Sequence[Prompt | ChatPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """Submits as many requests at once as the queue takes, and waits for all."""
+        """Has as many requests under way as the queue takes, and waits for all. Only those hold more than ids."""
+        checked = self._check_all(prompts, sampling_params or SamplingParams())
         inbox: SimpleQueue[list[RequestOutput]] = SimpleQueue()
-        requests = self._requests(prompts, sampling_params or SamplingParams(), inbox.put)
-        outputs: dict[str, RequestOutput] = {}
-        waiting = iter(requests)
-        try:
-            self._engine.submit(itertools.islice(waiting, self.config.max_queue))
-            while len(outputs) < len(requests):
-                finished = inbox.get()
-                outputs.update((output.request_id, output) for output in finished)
-                if more := list(itertools.islice(waiting, len(finished))):
-                    self._engine.submit(more)
-        finally:
-            self._engine.cancel(r.request_id for r in requests if r.request_id not in outputs)
-        return [outputs[request.request_id] for request in requests]
+        outputs: list[RequestOutput | None] = [None] * len(checked)
+        places: dict[str, int] = {}  # of the requests under way, by id
+        waiting = iter(enumerate(checked))
 
-    def _requests(
+        def submit(count: int) -> None:
+            requests = []
+            for place, one in itertools.islice(waiting, count):
+                requests.append(self._request(one, inbox.put))
+                places[requests[-1].request_id] = place
+            if requests:
+                self._engine.submit(requests)
+
+        num_tokens = 0
+        # A bar on a terminal, where it takes long.
+        with tqdm(total=len(checked), unit="prompt", delay=1, disable=None if use_tqdm else True) as bar:
+            try:
+                submit(self.config.max_queue)
+                while places:
+                    finished = inbox.get()
+                    for output in finished:
+                        outputs[places.pop(output.request_id)] = output
+                        num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+                    bar.set_postfix_str(
+                        f"{num_tokens / (bar.format_dict['elapsed'] or 1):.1f} tokens/s", False
+                    )
+                    bar.update(len(finished))
+                    submit(len(finished))
+            finally:
+                self._engine.cancel(list(places))
+        return [output for output in outputs if output is not None]
+
+    def _check_all(
         self,
         prompts: Sequence[Prompt | ChatPrompt],
         params: SamplingParams | Sequence[SamplingParams],
-        deliver: Callable[[list[Any]], None],
-    ) -> list[Request]:
+    ) -> list[_Checked]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(
                 f"{len(prompts)} prompts, but {len(each)} sampling_params", field="sampling_params"
             )
-        requests = []
+        checked = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests.append(self.make_request(prompt, one, deliver))
+                checked.append(self._check(prompt, one))
             except InvalidRequestError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 raise
-        return requests
+        return checked
 
     def _pieces(self, request: Request, inbox: SimpleQueue[list[StreamPiece]]) -> Iterator[StreamPiece]:
         num_open = len(request.sequences)
@@ -235,27 +254,61 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _sequence(self, request: Request, index: int) -> Answer:
-        params, tokenizer, prompt_ids = request.params, self.tokenizer, request.prompt_token_ids
-        sampler = TokenSampler(
+    def _check(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> _Checked:
+        """Everything that can be wrong with a request is found here. Raises `InvalidRequestError`."""
+        text, token_ids = self._read_prompt(prompt)
+        self._check_length(len(token_ids))
+        self._sampler(params, token_ids, 0)
+        room = self.info.context_length - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        need, capacity = len(token_ids) + max_tokens, self.info.kv_capacity
+        if not self._scheduler.fits(need):
+            raise InvalidRequestError(
+                f"prompt ({len(token_ids)} tokens) and max_tokens ({max_tokens}) need {need} tokens of KV cache; "
+                f"it holds {capacity}. Raise kv_cache_tokens or lower max_tokens",
+                field="max_tokens",
+            )
+        return _Checked(text, token_ids, params, max_tokens, isinstance(prompt, ChatPrompt))
+
+    def _request(
+        self, checked: _Checked, deliver: Callable[[list[Any]], None], *, streaming: bool = False
+    ) -> Request:
+        text, token_ids, params, max_tokens, is_chat = checked
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            deliver=deliver,
+            streaming=streaming,
+            is_chat=is_chat,
+        )
+        for index in range(params.n):
+            answer_text = AnswerText(
+                self.tokenizer,
+                stop=params.stop or (),
+                include_stop=params.include_stop_str_in_output,
+                skip_special=params.skip_special_tokens,
+                splitter=ReasoningSplitter(self.tokenizer, token_ids) if is_chat else None,
+            )
+            Answer(
+                request,
+                index,
+                sampler=self._sampler(params, token_ids, index),
+                text=answer_text,
+                eog_ids=self.tokenizer.eog_ids,
+                max_tokens=max_tokens,
+            )
+        return request
+
+    def _sampler(self, params: SamplingParams, prompt_ids: list[int], index: int) -> TokenSampler:
+        return TokenSampler(
             params,
             prompt_token_ids=prompt_ids,
             vocab_size=self.info.vocab_size,
-            unused_ids=tokenizer.unused_ids,
-            eog_ids=tokenizer.eog_ids,
+            unused_ids=self.tokenizer.unused_ids,
+            eog_ids=self.tokenizer.eog_ids,
             index=index,
-        )
-        text = AnswerText(
-            tokenizer,
-            stop=params.stop or (),
-            include_stop=params.include_stop_str_in_output,
-            skip_special=params.skip_special_tokens,
-            splitter=ReasoningSplitter(tokenizer, prompt_ids) if request.is_chat else None,
-        )
-        room = self.info.context_length - len(prompt_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Answer(
-            request, index, sampler=sampler, text=text, eog_ids=tokenizer.eog_ids, max_tokens=max_tokens
         )
 
     def _read_prompt(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
@@ -272,15 +325,6 @@ class LLM:
             ) from None
         self.tokenizer.check_ids(token_ids)
         return None, [int(token_id) for token_id in token_ids]
-
-    def _check_room(self, sequence: Answer) -> None:
-        need, capacity = sequence.num_prompt + sequence.max_tokens, self.info.kv_capacity
-        if not self._scheduler.fits(need):
-            raise InvalidRequestError(
-                f"prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.max_tokens}) need {need} tokens "
-                f"of KV cache; it holds {capacity}. Raise kv_cache_tokens or lower max_tokens",
-                field="max_tokens",
-            )
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens == 0:

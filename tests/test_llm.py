@@ -10,6 +10,7 @@ import pytest
 
 from cllm import LLM, BackendError, ConfigError, ContextLengthError, InvalidRequestError, SamplingParams
 from cllm.backends.mock import MockScript
+from cllm.sequence import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -202,3 +203,32 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"backend": "mock", **settings})
+
+
+def test_thousands_of_prompts_are_under_way_a_few_at_a_time(
+    script: MockScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices do not count as waiting requests, and what waits for its turn holds no more than its ids."""
+    with LLM(backend="mock", max_num_seqs=4, max_queue=8, kv_cache_tokens=4096) as llm:
+        made, ended, most = 0, 0, 0
+        make, output = llm._request, Request.output
+
+        def counted(*args: Any, **kwargs: Any) -> Request:
+            nonlocal made, most
+            made += 1
+            most = max(most, made - ended)
+            return make(*args, **kwargs)
+
+        def counted_output(request: Request) -> Any:
+            nonlocal ended
+            ended += 1
+            return output(request)
+
+        monkeypatch.setattr(llm, "_request", counted)
+        monkeypatch.setattr(Request, "output", counted_output)
+        params = SamplingParams(n=3, temperature=0, max_tokens=2, ignore_eos=True)
+        outputs = llm.generate([f"prompt {i}" for i in range(2000)], params, use_tqdm=False)
+        assert [output.prompt for output in outputs] == [f"prompt {i}" for i in range(2000)]
+        assert all(len(output.outputs) == 3 for output in outputs)
+        assert made == ended == 2000
+        assert most <= 8
