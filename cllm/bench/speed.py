@@ -82,13 +82,13 @@ class Runner:
             if self._lengths[slot] > test.depth:
                 self.backend.truncate(slot, test.depth)
                 self._lengths[slot] = test.depth
-            self._prefill(slot, test.depth - self._lengths[slot])
+            self.fill(slot, test.depth - self._lengths[slot])
         started = time.perf_counter()
         if test.is_decode:
             for _ in range(test.num_tokens):
                 self._step(slots, [1] * len(slots))
         else:
-            self._prefill(0, test.num_tokens)
+            self.fill(0, test.num_tokens)
         return test.num_tokens * test.batch / (time.perf_counter() - started)
 
     def clear(self) -> None:
@@ -98,7 +98,8 @@ class Runner:
                 self.backend.free(slot)
                 self._lengths[slot] = 0
 
-    def _prefill(self, slot: int, num_tokens: int) -> None:
+    def fill(self, slot: int, num_tokens: int) -> None:
+        """`num_tokens` more tokens in a slot, in steps as large as may be."""
         while num_tokens > 0:
             count = min(num_tokens, self.backend.info.max_num_batched_tokens)
             self._step([slot], [count])
@@ -157,7 +158,8 @@ def report(results: list[Result], path: str, num_threads: int) -> dict[str, Any]
     for result in results:
         for name in result.samples:
             speed, test = result.median(name), result.test
-            by_memory = speed / test.batch * num_bytes / 1e9 / read
+            # A decode step reads every weight once; a prompt reads them too seldom for memory to matter.
+            by_memory = speed / test.batch * num_bytes / 1e9 / read if test.is_decode else 0.0
             by_dots = speed * 2 * num_weights / 1e9 / dots
             rows.append(
                 {
