@@ -7,12 +7,19 @@ import sys
 
 from ..errors import ConfigError
 
-KINDS = {"speed": "tokens a second of the backends alone, beside the machine's ceilings"}
+KINDS = {
+    "speed": "tokens a second of the backends alone, beside the machine's ceilings",
+    "http": "load on any server with OpenAI's API",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     kind, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if kind in ("-h", "--help"):
+        listing = "\n".join(f"  {name:10}{job}" for name, job in KINDS.items())
+        print(f"usage: cllm bench KIND ...\n\n{listing}\n\ncllm bench KIND --help tells more")
+        return 0
     if kind not in KINDS:
         found = f"unknown benchmark {kind!r}" if kind else "no benchmark"
         raise ConfigError(f"{found}; expected one of {', '.join(KINDS)}")
