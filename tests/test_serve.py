@@ -21,7 +21,7 @@ from command_helpers import clear_environment
 from server_helpers import CLIENT, until
 
 from cllm.cli import run_command
-from cllm.serve import main
+from cllm.serve import _listen, main
 
 # `cllm serve` on a mock that needs 10 ms a token and never ends; with LOAD it takes so many seconds to load.
 PROGRAM = """
@@ -236,3 +236,11 @@ def test_the_package_loads_without_the_extra() -> None:
     code = "import sys, cllm, cllm.serve; print([m for m in ('starlette', 'uvicorn', 'msgspec') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    with _listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert client.fileno() >= 0
