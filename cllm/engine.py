@@ -5,6 +5,7 @@ Callers never touch the executor. The thread sleeps on a condition while there i
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import threading
@@ -25,6 +26,7 @@ class Engine:
 
     def __init__(self, executor: Executor, *, max_queue: int) -> None:
         self._executor = executor
+        executor.deliver = self._deliver
         self._max_queue = max_queue
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -123,12 +125,14 @@ class Engine:
         try:
             while self._receive():
                 self._expire(time.perf_counter())
-                self._deliver(self._executor.step())
+                self._executor.step()
             self._abort(list(self._open))
         except BaseException as error:  # a bug: nobody may be left waiting
             logger.exception("the engine died")
             with self._wake:
                 self._error = error
+            with contextlib.suppress(Exception):
+                self._executor.settle()
             for request in list(self._open.values()):
                 open_ones = [sequence for sequence in request.sequences if sequence.finish_reason is None]
                 for sequence in open_ones:
@@ -139,12 +143,17 @@ class Engine:
 
     def _receive(self) -> bool:
         """Takes in what has arrived, after waiting where there is nothing to run; False when closing."""
+        executor = self._executor
+        if not executor.scheduler.has_work:
+            executor.settle()
         with self._wake:
-            while not (self._inbox or self._executor.scheduler.has_work or self._closing):
+            while not (self._inbox or executor.scheduler.has_work or self._closing):
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
             self._num_arriving = 0
+        if commands or self._closing:
+            executor.settle()  # what they cancel has been delivered as far as it came
         for command in commands:
             command()
         return not self._closing
@@ -152,6 +161,7 @@ class Engine:
     def _expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed, in the queue or running."""
         while self._deadlines and self._deadlines[0][0] <= now:
+            self._executor.settle()
             self._abort([heapq.heappop(self._deadlines)[1]], "deadline")
 
     def _add(self, request: Request) -> None:

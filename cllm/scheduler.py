@@ -87,7 +87,8 @@ class Scheduler:
     def commit(self, plan: Plan, samples: Iterable[Sampled | CLLMError], now: float) -> list[Sequence]:
         """Counts a step's tokens as computed and gives each sampled sequence its new token, or its error.
 
-        Returns the sequences that gained a token or ended; those that ended have been retired.
+        A sequence that has ended meanwhile gains none. Returns the sequences that gained a token or ended; those that
+        ended have been retired.
         """
         for sequence, num_tokens, _ in plan.chunks:
             start = sequence.num_computed

@@ -93,6 +93,7 @@ class Sequence:
         "_cumulative_logprob",
         "_end_ids",
         "_eog_ids",
+        "_is_unread",
         "_logprobs",
         "_min_tokens",
         "_num_sent",
@@ -142,6 +143,7 @@ class Sequence:
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
         self._num_sent = (0, 0, 0)  # pieces, characters and tokens already given to `take_piece`
+        self._is_unread = False  # whether the last token is no text yet
         request.sequences.append(self)
 
     @property
@@ -164,7 +166,7 @@ class Sequence:
         return "".join(self._pieces)
 
     def append(self, sampled: SampledToken, now: float) -> None:
-        """Takes one sampled token and finishes the answer where it ends it."""
+        """Takes one sampled token and finishes the answer where it ends it, but for stop strings: see `read`."""
         token_id = sampled.token_id
         self.token_ids.append(token_id)
         num_output = len(self.token_ids) - self.num_prompt
@@ -177,14 +179,26 @@ class Sequence:
         if token_id in self._end_ids:
             self._end_at(token_id)
             return
+        self._is_unread = True
+        if num_output >= self.max_tokens:
+            self.finish("length")
+
+    def read(self) -> bool:
+        """Makes text of the last token, where that has not been done; True where it ended the answer.
+
+        To be called once between two tokens. It is apart from `append` because the next step needs no text.
+        """
+        if not self._is_unread:
+            return False
+        self._is_unread = False
         text = self._text
-        piece = text.push(token_id, may_stop=num_output > self._min_tokens)
+        piece = text.push(self.token_ids[-1], may_stop=self.num_output > self._min_tokens)
         if piece:
             self._pieces.append(piece)
-        if text.stop is not None:
-            self.finish("stop", text.stop)
-        elif num_output >= self.max_tokens:
-            self.finish("length")
+        if text.stop is None:
+            return False
+        self.finish("stop", text.stop)
+        return True
 
     def _end_at(self, token_id: int) -> None:
         """The answer ends with this token: the model's own end, or one of `stop_token_ids`."""
@@ -200,8 +214,8 @@ class Sequence:
         return {id: entry._replace(decoded_token=self._text.token_text(id)) for id, entry in top.items()}
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
-        """Ends the answer; what its text still held back is released."""
-        if self.finish_reason is None:
+        """Ends the answer; what its text still held back is released. A stop string in it is the first reason."""
+        if self.finish_reason is None and not self.read():
             self.finish_reason, self.stop_reason = reason, stop_reason
             self._pieces.append(self._text.flush())
 

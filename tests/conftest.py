@@ -40,10 +40,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> MockScript:
+@pytest.fixture(params=[False, True], ids=["at once", "launches early"])
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MockScript:
     """What the mock of each `LLM` made in the test does; it may be changed while it runs."""
-    script = MockScript()
+    script = MockScript(launches_early=request.param)
     load = mock.load_mock
     monkeypatch.setattr(mock, "load_mock", lambda config: load(config, script))
     return script

@@ -252,3 +252,88 @@ def test_aborting_choices_delivers_each_end_once(llm: LLM, script: MockScript) -
         pieces += inbox.get()
     ends = sorted((piece.index, piece.finish_reason) for piece in pieces if piece.finish_reason)
     assert ends == [(0, "abort"), (1, "length"), (2, "abort")]
+
+
+def early_llm(script: MockScript, **config: Any) -> LLM:
+    """On a mock that is served as a GPU is."""
+    script.launches_early = True
+    return LLM(backend="mock", **config)
+
+
+def test_outputs_are_delivered_while_the_next_step_is_computed(script: MockScript) -> None:
+    with early_llm(script) as llm:
+        backend = llm._engine._executor.backend
+        launch, events = backend.launch, list[str]()
+
+        def logged(batch: Any) -> Any:
+            step, number = launch(batch), backend.num_steps
+            events.append(f"launch {number}")
+
+            class Logged:
+                def logits(self) -> Any:
+                    events.append(f"logits {number}")
+                    return step.logits()
+
+            return Logged()
+
+        backend.launch = logged
+        for piece in delivered(llm, "x", SamplingParams(max_tokens=3, ignore_eos=True), events):
+            assert piece.token_ids
+    assert events == [
+        *("launch 1", "logits 1"),
+        *("launch 2", "piece", "logits 2"),
+        *("launch 3", "piece", "logits 3"),
+        "piece",  # nothing is left to launch
+    ]
+
+
+def delivered(llm: LLM, prompt: str, params: SamplingParams, events: list[str]) -> list[Any]:
+    """The pieces of a stream; each adds "piece" to `events` when the engine's thread delivers it."""
+    pieces: list[Any] = []
+
+    def deliver(updates: list[Any]) -> None:
+        events.extend("piece" for _ in updates)
+        pieces.extend(updates)
+
+    llm.submit([llm.make_request(prompt, params, deliver, streaming=True)])
+    assert llm.drain(60)
+    return pieces
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_token_after_a_stop_string_is_dropped(script: MockScript, fails: bool) -> None:
+    """On a GPU it is under way when the stop string is found; so it is when that step fails."""
+    script.tokens = {length: ord("a") + length for length in range(1, 20)}
+    params = SamplingParams(temperature=0, max_tokens=15, stop=["ef"], ignore_eos=True)
+    with early_llm(script, max_num_seqs=2) as llm:
+        backend = llm._engine._executor.backend
+        if fails:
+            script.failures |= {5, 6}  # the step that computes the surplus token
+        events: list[str] = []
+        pieces = delivered(llm, "x", params, events)
+        assert "".join(piece.text for piece in pieces) == "bcd"
+        assert [piece.finish_reason for piece in pieces] == [None] * 4 + ["stop"]
+        assert [token_id for piece in pieces for token_id in piece.token_ids] == [*b"bcdef"]
+        assert backend.num_steps == 6
+        assert_baseline(llm)
+
+
+def test_cancelling_finds_what_has_been_computed(script: MockScript) -> None:
+    """A token whose text is still to be made when its request is cancelled is part of the answer."""
+    script.tokens = dict.fromkeys(range(200), ord("a"))
+    with early_llm(script) as llm:
+        pieces: list[Any] = []
+        request = llm.make_request("x", GREEDY, pieces.extend, streaming=True)
+
+        def cancel_with_the_tenth(updates: list[Any]) -> None:
+            pieces.extend(updates)
+            if len(pieces) == 10:
+                llm.cancel([request.request_id])  # the eleventh token is under way
+
+        request.deliver = cancel_with_the_tenth
+        llm.submit([request])
+        assert llm.drain(60)
+        assert pieces[-1].finish_reason == "abort"
+        tokens = [token_id for piece in pieces for token_id in piece.token_ids]
+        assert "".join(piece.text for piece in pieces) == "a" * 11 == bytes(tokens).decode()
+        assert_baseline(llm)

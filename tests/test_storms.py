@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import hypothesis.strategies as st
@@ -36,10 +37,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         budget=st.integers(8, 40),
         capacity=st.sampled_from([96, 160, 400]),
         idle=st.sampled_from([None, 0, 64]),
+        launches_early=st.booleans(),
     )
-    def start(self, budget: int, capacity: int, idle: int | None) -> None:
+    def start(self, budget: int, capacity: int, idle: int | None, launches_early: bool) -> None:
         config = EngineConfig(backend="mock", max_num_seqs=4, kv_cache_tokens=capacity, context_length=96)
-        self.script = MockScript()
+        self.script = MockScript(launches_early=launches_early)
         self.backend, self.tokenizer = load_mock(config, self.script)
         info = self.backend.info
         self.scheduler = Scheduler(
@@ -52,6 +54,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             max_idle_tokens=idle,
         )
         self.executor = Executor(self.backend, self.scheduler, BatchManager(budget))
+        self.executor.deliver = self.hear
         self.open: list[Sequence] = []
         self.number = 0
 
@@ -62,8 +65,18 @@ class ExecutorMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1, 5]),
         n=st.sampled_from([1, 1, 2]),
         scored=st.booleans(),
+        stop=st.sampled_from([None, list(ascii_letters)]),  # about every fifth token
     )
-    def submit(self, start: bytes, end: bytes, max_tokens: int, priority: int, n: int, scored: bool) -> None:
+    def submit(
+        self,
+        start: bytes,
+        end: bytes,
+        max_tokens: int,
+        priority: int,
+        n: int,
+        scored: bool,
+        stop: list[str] | None,
+    ) -> None:
         self.number += 1
         params = SamplingParams(
             temperature=0,
@@ -72,6 +85,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             n=n,
             ignore_eos=True,
             prompt_logprobs=0 if scored else None,
+            stop=stop,
         )
         prompt = list(start + end)
         request = Request(str(self.number), None, prompt, params, print, arrived=float(self.number))
@@ -83,7 +97,7 @@ class ExecutorMachine(RuleBasedStateMachine):
                 request,
                 index,
                 sampler=sampler,
-                text=AnswerText(self.tokenizer),
+                text=AnswerText(self.tokenizer, stop=stop or ()),
                 eog_ids=frozenset(),
                 max_tokens=max_tokens,
             )
@@ -95,10 +109,13 @@ class ExecutorMachine(RuleBasedStateMachine):
         if failing is not None:
             getattr(self.script, failing).add(self.backend.num_steps)
         before = {id(sequence): sequence.num_output for sequence in self.open}
-        touched = self.executor.step()
-        assert all(sequence in self.open for sequence in touched)
+        self.executor.step()
         assert all(sequence.num_output - before[id(sequence)] <= 1 for sequence in self.open)
-        for sequence in touched:
+
+    def hear(self, sequences: list[Sequence]) -> None:
+        """The executor delivers; an answer that has ended must come once, and never again."""
+        for sequence in sequences:
+            assert sequence in self.open
             if sequence.finish_reason:
                 self.check_answer(sequence)
                 self.open.remove(sequence)
@@ -107,6 +124,9 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.open))
+        self.executor.settle()
+        if sequence.finish_reason:
+            return  # it ended just before
         sequence.finish("abort")
         self.scheduler.retire(sequence)
         self.executor.apply_operations()
@@ -124,6 +144,9 @@ class ExecutorMachine(RuleBasedStateMachine):
             scores = sequence.request.prompt_logprobs
             if sequence.request.params.prompt_logprobs is not None and sequence.index == 0:
                 assert len(scores) == sequence.num_prompt
+        elif sequence.finish_reason == "stop":
+            assert sequence.stop_reason == chr(sequence.token_ids[-1])
+            assert not set(sequence.text) & set(ascii_letters)
         else:
             assert sequence.finish_reason in ("abort", "error")
 
@@ -132,7 +155,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
-        assert self.scheduler.has_work == bool(self.open)
+        assert self.scheduler.has_work == any(not sequence.finish_reason for sequence in self.open)
         if self.scheduler._operations:
             return  # decided, and carried out before the next step
         for sequence in self.open:
@@ -150,10 +173,8 @@ class ExecutorMachine(RuleBasedStateMachine):
         for _ in range(5000):
             if not self.scheduler.has_work:
                 break
-            for sequence in self.executor.step():
-                if sequence.finish_reason:
-                    self.check_answer(sequence)
-                    self.open.remove(sequence)
+            self.executor.step()
+        self.executor.settle()
         assert not self.open
         self.scheduler.clear_cache()
         self.executor.apply_operations()

@@ -43,7 +43,8 @@ def main() -> None:
             started = time.perf_counter_ns()
             plan = scheduler.schedule()
             batches.build(plan)
-            scheduler.commit(plan, [sample] * len(plan.sampled), 0.0)
+            for sequence in scheduler.commit(plan, [sample] * len(plan.sampled), 0.0):
+                sequence.read()
             if len(plan.sampled) == args.sequences:  # all prompts are done
                 times.append((time.perf_counter_ns() - started) / 1000)
         scheduler.take_operations()

@@ -32,6 +32,7 @@ class BackendInfo:
     max_logit_rows: int  # rows of logits a step
     max_idle_tokens: int | None  # what idle slots may hold before they slow the others (None: no limit)
     can_truncate: bool  # False for recurrent or windowed models
+    launches_early: bool  # whether `launch` returns while the step is computed elsewhere, as on a GPU
     description: str  # for people: kernels, threads, memory
 
 

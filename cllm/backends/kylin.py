@@ -124,6 +124,7 @@ def _info(shape: ModelShape, config: EngineConfig) -> BackendInfo:
         max_logit_rows=max(MAX_LOGIT_ROWS, config.max_num_seqs),
         max_idle_tokens=None,  # blocks that no sequence of a step uses are not touched by it
         can_truncate=True,
+        launches_early=False,
         description=f"kylin, {threads} threads, KV cache of {num_blocks * BLOCK} tokens "
         f"({num_blocks * bytes_a_block / 2**20:.0f} MiB, {config.kv_cache_dtype})",
     )

@@ -61,8 +61,6 @@ class LlamaBackend(Backend):
 
     def __init__(self, file: GGUFFile, config: EngineConfig) -> None:
         num_gpu_layers = _num_gpu_layers(config)
-        # On a GPU a step is started at once; on a CPU `llama_decode` is the work itself and waits for logits().
-        self._starts_at_launch = num_gpu_layers != 0
         self._model = LlamaModel(config.model, num_gpu_layers=num_gpu_layers)
         encoder = ModelFileError("expected a model that generates text, found an encoder", path=config.model)
         if load_library().llama_model_has_encoder(self._model.pointer):
@@ -86,7 +84,7 @@ class LlamaBackend(Backend):
         step = _LlamaStep(
             self._context, batch, self._lengths, count_new_tokens(batch, self._lengths, self.info)
         )
-        if self._starts_at_launch:
+        if self.info.launches_early:
             step.start()
         return step
 
@@ -240,6 +238,8 @@ def _info(file: GGUFFile, config: EngineConfig, model: LlamaModel, num_gpu_layer
         max_logit_rows=max(MAX_LOGIT_ROWS, config.num_slots()),  # llama.cpp insists on one a sequence
         max_idle_tokens=max(context, IDLE_TOKENS),
         can_truncate=False,  # known when there is a context
+        # On a CPU `llama_decode` is the work itself, so it waits for logits().
+        launches_early=num_gpu_layers != 0,
         description=f"llama.cpp (llama-cpp-python {library.__version__}), "
         f"{config.num_threads or available_cores()} threads, "
         f"{'all' if num_gpu_layers == -1 else num_gpu_layers} layers on the GPU, KV cache of {capacity} tokens "

@@ -37,6 +37,7 @@ def load_mock(config: EngineConfig, script: MockScript | None = None) -> tuple[M
         max_logit_rows=max(64, config.max_num_seqs),
         max_idle_tokens=None,
         can_truncate=True,
+        launches_early=script is not None and script.launches_early,
         description="mock",
     )
     return MockBackend(info, script), tokenizer
@@ -62,7 +63,8 @@ class MockScript:
 
     `failures`: steps whose `logits()` raise. `refusals`: steps whose launch is refused. `nans`: steps that
     return NaN. `delays`: seconds that a step takes longer; `delay` is for every step. `tokens`: what follows a
-    sequence of so many tokens, instead of the token that its history gives.
+    sequence of so many tokens, instead of the token that its history gives. `launches_early`: be served as a GPU
+    is, which is read when the mock is loaded.
     """
 
     failures: set[int] = field(default_factory=set)
@@ -71,6 +73,7 @@ class MockScript:
     delays: Mapping[int, float] = field(default_factory=dict)
     delay: float = 0.0
     tokens: Mapping[int, int] = field(default_factory=dict)
+    launches_early: bool = False
 
 
 class MockBackend(HistoryBackend):
