@@ -190,9 +190,9 @@ MUTANTS: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
     "scale": ("attn.hook_q", one_scale_changed),
     "bias": (
         "attn.hook_k",
-        lambda w: with_block(w, attn_k=replace(w.blocks[0].attn_k, bias=w.blocks[0].attn_k.bias * 1.01)),
+        lambda w: with_block(w, attn_k=replace(w.blocks[0].attn_k, bias=w.blocks[0].attn_k.bias * 1.05)),
     ),
-    "norm": ("ln2.hook_out", lambda w: with_block(w, ffn_norm=w.blocks[0].ffn_norm * np.float32(1.001))),
+    "norm": ("ln2.hook_out", lambda w: with_block(w, ffn_norm=w.blocks[0].ffn_norm * np.float32(1.01))),
 }
 
 

@@ -71,7 +71,7 @@ def tiny_tensors(architecture: str, types: str, seed: int = 0) -> dict[str, RawT
         blocks = random_blocks(rng, type, (rows, columns), magnitude=magnitude or columns**-0.5)
         return blocks, (rows, columns), type
 
-    # As in trained models, a block adds little to a large residual (the factor 0.1 below).
+    # As in trained models, a block adds little to a large residual (the factor 0.05 below).
     def vector(size: int, centre: float = 1.0) -> RawTensor:
         return (centre + rng.uniform(-0.5, 0.5, size)).astype(np.float32).view(np.uint8), (size,), Q.F32
 
@@ -89,11 +89,11 @@ def tiny_tensors(architecture: str, types: str, seed: int = 0) -> dict[str, RawT
             "attn_q.weight": matrix(other, query, WIDTH),
             "attn_k.weight": matrix(other, kv, WIDTH),
             "attn_v.weight": matrix(careful, kv, WIDTH),
-            "attn_output.weight": matrix(other, WIDTH, query, 0.1 * query**-0.5),
+            "attn_output.weight": matrix(other, WIDTH, query, 0.05 * query**-0.5),
             "ffn_norm.weight": vector(WIDTH),
             "ffn_gate.weight": matrix(other, FFN, WIDTH),
             "ffn_up.weight": matrix(other, FFN, WIDTH),
-            "ffn_down.weight": matrix(careful, WIDTH, FFN, 0.1 * FFN**-0.5),
+            "ffn_down.weight": matrix(careful, WIDTH, FFN, 0.05 * FFN**-0.5),
         }
         if architecture == "qwen3":
             block |= {"attn_q_norm.weight": vector(head_width), "attn_k_norm.weight": vector(head_width)}

@@ -14,7 +14,7 @@ import numpy as np
 from numba.extending import overload
 
 from .jit import kernel
-from .kv_cache import BLOCK
+from .kv_cache import BLOCK, CHUNK
 from .ops import exp32, sum_lanes
 from .plain_blocks import f16_to_f32
 
@@ -39,10 +39,10 @@ def _overload_stored_value(bits: Any) -> Any:
 def attend(q, keys, values, tables, slots, positions, out, begin, end):  # type: ignore[no-untyped-def]
     """z for the work items begin <= token * K + kv_head < end.
 
-    q, out float32[T, H, C]; keys [blocks, K, C, 16] and values [blocks, K, 16, C] of one layer;
+    q, out float32[T, H, C]; keys [chunks, K, 16, C, 16] and values [chunks, K, 16, 16, C] of one layer;
     tables int32[slots, blocks a slot]; slots, positions int32[T]: token t sees positions 0..positions[t].
     """
-    num_kv_heads, width = keys.shape[1], keys.shape[2]
+    num_kv_heads, width = keys.shape[1], keys.shape[3]
     group = q.shape[1] // num_kv_heads
     scale = np.float32(1) / np.sqrt(np.float32(width))
     block_values = np.empty(width * BLOCK, np.float32)
@@ -67,7 +67,7 @@ def _score(heads, keys, table, kv_head, num_seen, scale, loaded, scores):  # typ
     width = heads.shape[1]
     lanes = np.empty(BLOCK, np.float32)
     for place in range((num_seen + BLOCK - 1) // BLOCK):
-        block = keys[table[place], kv_head].reshape(-1)
+        block = keys[table[place] // CHUNK, kv_head, table[place] % CHUNK].reshape(-1)
         for i in range(width * BLOCK):
             loaded[i] = _stored_value(block[i])
         for head in range(heads.shape[0]):
@@ -105,7 +105,8 @@ def _weigh(weights, values, table, kv_head, num_seen, loaded, out):  # type: ign
     group, width = weights.shape[0], out.shape[1]
     out[:group] = np.float32(0)
     for start in range(0, num_seen, BLOCK):
-        block = values[table[start // BLOCK], kv_head].reshape(-1)
+        number = table[start // BLOCK]
+        block = values[number // CHUNK, kv_head, number % CHUNK].reshape(-1)
         for i in range(width * BLOCK):
             loaded[i] = _stored_value(block[i])
         for head in range(group):
@@ -123,5 +124,5 @@ def store(k, v, keys, values, tables, slots, positions):  # type: ignore[no-unty
         place = positions[token] % BLOCK
         for head in range(k.shape[1]):
             for channel in range(k.shape[2]):
-                keys[block, head, channel, place] = k[token, head, channel]
-                values[block, head, place, channel] = v[token, head, channel]
+                keys[block // CHUNK, head, block % CHUNK, channel, place] = k[token, head, channel]
+                values[block // CHUNK, head, block % CHUNK, place, channel] = v[token, head, channel]

@@ -18,35 +18,33 @@ from numba import types
 from numba.extending import overload
 
 from .jit import inlined, intrinsic, kernel
-from .kv_cache import BLOCK
+from .kv_cache import BLOCK, CHUNK
 from .ops import exp32, sum_lanes
 from .rounding import to_half
 from .simd import F32, I64, Emitter, Value, host_isa, make_internal, start_function
 
 TILE_TOKENS = 4
 _ISA = host_isa()
+_MOST_ROWS = 8 if _ISA == "avx512vnni" else 4  # that the registers hold sums for
 
 
 def emit_scores(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Value:
-    """The function (q, q_stride, keys, next_keys, width, scale, out, out_stride), i64 but for float32 `scale`.
+    """The function (q, q_stride, keys, width, scale, out, out_stride), i64 but for float32 `scale`.
 
-    out[row][0..31] = scale * (q[row] . key of each position) for two blocks [width][16]; strides in bytes. With
-    4 rows it is out[row][0..15], and the next keys do not count: enough chains of fma run beside each other.
+    out[row][0..15] = scale * (q[row] . key of each position) for one block [width][16]; strides in bytes.
     """
-    kind = ir.FunctionType(ir.VoidType(), [I64] * 5 + [F32, I64, I64])
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 4 + [F32, I64, I64])
     function = ir.Function(module, kind, f"cllm_scores_{num_rows}_{half}")
     make_internal(function)
-    q, q_stride, keys, next_keys, width, scale, out, out_stride = function.args
+    q, q_stride, keys, width, scale, out, out_stride = function.args
     e = Emitter(start_function(function), isa)
-    blocks = (keys,) if num_rows == 4 else (keys, next_keys)
-    vectors = range(len(blocks) * BLOCK // e.lanes)
+    vectors = range(BLOCK // e.lanes)
     queries = [e.address(q, e.mul(q_stride, ir.Constant(I64, row))) for row in range(num_rows)]
     sums = [[e.variable(e.zero(e.f32)) for _ in vectors] for _ in queries]
     size = 2 if half else 4
     with e.loop(width) as channel:
-        bases = [e.address(block, e.mul(channel, ir.Constant(I64, BLOCK * size))) for block in blocks]
-        at = e.mul(channel, ir.Constant(I64, 4))
-        loaded = [_load_stored(e, base, size, r) for base in bases for r in range(BLOCK // e.lanes)]
+        base, at = e.address(keys, e.mul(channel, _i64(BLOCK * size))), e.mul(channel, _i64(4))
+        loaded = [_load_stored(e, base, size, r) for r in vectors]
         for row, query in enumerate(queries):
             factor = e.broadcast(e.f32, e.address(query, at))
             for r in vectors:
@@ -70,7 +68,8 @@ def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Val
     e = Emitter(start_function(function), isa)
     b, size = e.builder, 2 if half else 4
     done = e.variable(ir.Constant(I64, 0))  # channels
-    for num_vectors in (8 // num_rows, 1) if num_rows < 8 else (1,):
+    most = (16 if e.lanes == 16 else 8) // num_rows  # vectors of channels: as many sums as the registers hold
+    for num_vectors in (most, 1) if most > 1 else (1,):
         chunk = num_vectors * e.lanes
         with e.loop(b.sdiv(b.sub(width, done.get()), ir.Constant(I64, chunk))):
             outs = [
@@ -116,7 +115,7 @@ def _call_emitted(builder: Any, emit: Any, num_rows: int, cache: Any, values: An
 
 @intrinsic(prefer_literal=True)
 def _scores(  # type: ignore[no-untyped-def]
-    typing_context, num_rows, cache, q, q_stride, keys, next_keys, width, scale, out, out_stride
+    typing_context, num_rows, cache, q, q_stride, keys, width, scale, out, out_stride
 ):
     """`emit_scores` for as many rows; `cache` is an array of the cache's type."""
 
@@ -124,7 +123,7 @@ def _scores(  # type: ignore[no-untyped-def]
         _call_emitted(builder, emit_scores, num_rows.literal_value, cache, values[2:])
         return context.get_dummy_value()
 
-    numbers = (types.int64,) * 5
+    numbers = (types.int64,) * 4
     return types.void(num_rows, cache, *numbers, types.float32, types.int64, types.int64), generate
 
 
@@ -168,7 +167,7 @@ def find_tiles(slots, positions, num_tokens, tiles):  # type: ignore[no-untyped-
 def make_scratch(group, width, longest):  # type: ignore[no-untyped-def]
     """Memory of one thread for `attend_tile`: (queries and results [2, rows, C], scores [rows, positions])."""
     rows = TILE_TOKENS * group
-    padded = (longest + 2 * BLOCK - 1) // (2 * BLOCK) * (2 * BLOCK)
+    padded = (longest + BLOCK - 1) // BLOCK * BLOCK
     return np.empty((2, rows, width), np.float32), np.empty((rows, padded), np.float32)
 
 
@@ -176,7 +175,7 @@ def make_scratch(group, width, longest):  # type: ignore[no-untyped-def]
 def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, out):  # type: ignore[no-untyped-def]
     """z of the tokens begin <= t < end, which are a tile, for the query heads of one kv-head.
 
-    q, out float32[T, H, C]; keys [blocks, K, C, 16] and values [blocks, K, 16, C] of one layer; tables
+    q, out float32[T, H, C]; keys [chunks, K, 16, C, 16] and values [chunks, K, 16, 16, C] of one layer; tables
     int32[slots, blocks a slot]; slots, positions int32[T]; rows, scores from `make_scratch`.
     """
     group, width = q.shape[1] // keys.shape[1], q.shape[2]
@@ -200,32 +199,33 @@ def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, 
             out[token, head, channel] = results[row, channel] * factor
 
 
+@inlined
+def _address(cache, kv_head, block):  # type: ignore[no-untyped-def]
+    """Where a head's part of a block begins, in one layer's keys or values."""
+    place = (block // CHUNK * cache.shape[1] + kv_head) * CHUNK + block % CHUNK
+    return cache.ctypes.data + place * cache.shape[3] * cache.shape[4] * cache.itemsize
+
+
 @kernel
 def _score_blocks(queries, num_rows, keys, table, kv_head, num_seen, scale, scores):  # type: ignore[no-untyped-def]
     """Scores of all rows against every block with a position below `num_seen`."""
     width = queries.shape[1]
     q_stride, out_stride = 4 * width, 4 * scores.shape[1]
-    num_blocks = (num_seen + BLOCK - 1) // BLOCK
-    block_bytes = width * BLOCK * keys.itemsize
-    for place in range(0, num_blocks, 2):
-        last = min(place + 1, num_blocks - 1)  # where there is no second block the first one is taken twice
-        first = keys.ctypes.data + (table[place] * keys.shape[1] + kv_head) * block_bytes
-        second = keys.ctypes.data + (table[last] * keys.shape[1] + kv_head) * block_bytes
-        out = scores.ctypes.data + 4 * BLOCK * place
-        row = 0
-        while num_rows - row >= 4:
-            q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(4, keys, q, q_stride, first, second, width, scale, target, out_stride)
-            target += 4 * BLOCK
-            _scores(4, keys, q, q_stride, second, second, width, scale, target, out_stride)
-            row += 4
-        if num_rows - row >= 2:
-            q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(2, keys, q, q_stride, first, second, width, scale, target, out_stride)
-            row += 2
-        if num_rows > row:
-            q, target = queries.ctypes.data + row * q_stride, out + row * out_stride
-            _scores(1, keys, q, q_stride, first, second, width, scale, target, out_stride)
+    for place in range((num_seen + BLOCK - 1) // BLOCK):
+        block = _address(keys, kv_head, table[place])
+        q, out = queries.ctypes.data, scores.ctypes.data + 4 * BLOCK * place
+        left = num_rows
+        while left >= _MOST_ROWS:
+            _scores(_MOST_ROWS, keys, q, q_stride, block, width, scale, out, out_stride)
+            q, out, left = q + _MOST_ROWS * q_stride, out + _MOST_ROWS * out_stride, left - _MOST_ROWS
+        while left >= 4:
+            _scores(4, keys, q, q_stride, block, width, scale, out, out_stride)
+            q, out, left = q + 4 * q_stride, out + 4 * out_stride, left - 4
+        while left >= 2:
+            _scores(2, keys, q, q_stride, block, width, scale, out, out_stride)
+            q, out, left = q + 2 * q_stride, out + 2 * out_stride, left - 2
+        if left:
+            _scores(1, keys, q, q_stride, block, width, scale, out, out_stride)
 
 
 @kernel
@@ -261,39 +261,44 @@ def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, n
     """
     width = results.shape[1]
     stride, out_stride = 4 * scores.shape[1], 4 * width
-    block_bytes = width * BLOCK * values.itemsize
     for start in range(0, first_seen + num_tokens - 1, BLOCK):
-        block = values.ctypes.data + (table[start // BLOCK] * values.shape[1] + kv_head) * block_bytes
+        block = _address(values, kv_head, table[start // BLOCK])
         shared = max(0, min(BLOCK, first_seen - start))
-        weights = scores.ctypes.data + 4 * start
-        row = 0
-        while num_rows - row >= 4:
-            out = results.ctypes.data + row * out_stride
-            _weigh(4, values, weights + row * stride, stride, block, width, 0, shared, out, out_stride)
-            row += 4
-        if num_rows - row >= 2:
-            out = results.ctypes.data + row * out_stride
-            _weigh(2, values, weights + row * stride, stride, block, width, 0, shared, out, out_stride)
-            row += 2
-        if num_rows > row:
-            out = results.ctypes.data + row * out_stride
-            _weigh(1, values, weights + row * stride, stride, block, width, 0, shared, out, out_stride)
+        weights, out = scores.ctypes.data + 4 * start, results.ctypes.data
+        left = num_rows
+        while left >= _MOST_ROWS:
+            _weigh(_MOST_ROWS, values, weights, stride, block, width, 0, shared, out, out_stride)
+            weights, out, left = (
+                weights + _MOST_ROWS * stride,
+                out + _MOST_ROWS * out_stride,
+                left - _MOST_ROWS,
+            )
+        while left >= 4:
+            _weigh(4, values, weights, stride, block, width, 0, shared, out, out_stride)
+            weights, out, left = weights + 4 * stride, out + 4 * out_stride, left - 4
+        while left >= 2:
+            _weigh(2, values, weights, stride, block, width, 0, shared, out, out_stride)
+            weights, out, left = weights + 2 * stride, out + 2 * out_stride, left - 2
+        if left:
+            _weigh(1, values, weights, stride, block, width, 0, shared, out, out_stride)
         for row in range(group, num_rows):
             seen = max(0, min(BLOCK, first_seen + row // group - start))
             if seen > shared:
+                weights = scores.ctypes.data + row * stride + 4 * start
                 out = results.ctypes.data + row * out_stride
-                _weigh(1, values, weights + row * stride, stride, block, width, shared, seen, out, out_stride)
+                _weigh(1, values, weights, stride, block, width, shared, seen, out, out_stride)
 
 
 @kernel
 def store_token(k, v, keys, values, tables, slots, positions, token):  # type: ignore[no-untyped-def]
     """Writes k, v float32[T, K, C] of one token to its position of one layer's cache."""
-    block = tables[slots[token], positions[token] // BLOCK]
+    number = tables[slots[token], positions[token] // BLOCK]
+    chunk, block = number // CHUNK, number % CHUNK
     place = positions[token] % BLOCK
     for head in range(k.shape[1]):
         for channel in range(k.shape[2]):
-            keys[block, head, channel, place] = to_stored(k[token, head, channel], keys)
-            values[block, head, place, channel] = to_stored(v[token, head, channel], values)
+            keys[chunk, head, block, channel, place] = to_stored(k[token, head, channel], keys)
+            values[chunk, head, block, place, channel] = to_stored(v[token, head, channel], values)
 
 
 def to_stored(x: Any, cache: Any) -> Any:

@@ -3,8 +3,11 @@
 Blocks carry reference counts, so slots that begin alike share memory. Only a slot's last block is ever
 written, and never while another slot shares it. This module knows no tokens and no requests.
 
-    keys    [layer][block][kv-head][C][16]   a vector lane is a position: scores need no horizontal sums
-    values  [layer][block][kv-head][16][C]   a vector lane is a channel
+    keys    [layer][chunk][kv-head][16 blocks][C][16]   a vector lane is a position: scores need no horizontal sums
+    values  [layer][chunk][kv-head][16 blocks][16][C]   a vector lane is a channel
+
+A slot's blocks follow each other in a chunk where they can, since one head's keys are then one stretch of memory:
+processors fetch a stream ahead by themselves, and at depth that is the speed of attention.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import BackendError
 
 BLOCK = 16  # positions in a block
+CHUNK = 16  # blocks of which one head's keys, or values, lie side by side
 
 
 class KVCache:
@@ -38,18 +42,18 @@ class KVCache:
         dtype: str = "f16",
     ) -> None:
         element = {"f16": np.uint16, "f32": np.float32}[dtype]
-        pool = (num_layers, num_blocks, num_kv_heads)
+        pool = (num_layers, -(-num_blocks // CHUNK), num_kv_heads, CHUNK)
         # Zeroed: what no position has written yet must not be NaN, since masked lanes are multiplied by 0.
         self.keys = np.zeros((*pool, head_width, BLOCK), element)
         self.values = np.zeros((*pool, BLOCK, head_width), element)
         self.tables = np.zeros((num_slots, blocks_for(slot_tokens)), np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
         self._references = np.zeros(num_blocks, np.int32)
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used first
+        self._num_free = num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     def extend(self, num_new: Mapping[int, int]) -> None:
         """Makes room for `num_new[slot]` more tokens in each slot and counts them as held.
@@ -57,10 +61,10 @@ class KVCache:
         Raises `BackendError`, and changes nothing, where the pool or a slot's table is too small.
         """
         needed = {slot: self._blocks_to_take(slot, count) for slot, count in num_new.items()}
-        if sum(map(len, needed.values())) > len(self._free):
+        if sum(map(len, needed.values())) > self._num_free:
             raise BackendError(
                 f"KV cache full: {sum(map(len, needed.values()))} blocks of {BLOCK} tokens needed, "
-                f"{len(self._free)} free",
+                f"{self._num_free} free",
                 nothing_changed=True,
             )
         for slot, places in needed.items():
@@ -101,7 +105,7 @@ class KVCache:
         for slot, length in enumerate(self.lengths):
             np.add.at(held, self.tables[slot, : blocks_for(int(length))], 1)
         assert (held == self._references).all(), "reference counts differ from the tables"
-        assert sorted(self._free) == np.flatnonzero(held == 0).tolist(), "free list differs from the tables"
+        assert self._num_free == (held == 0).sum(), "free blocks differ from the tables"
 
     def _blocks_to_take(self, slot: int, count: int) -> list[int]:
         """The places in the slot's table that need a fresh block before `count` tokens are written."""
@@ -116,19 +120,30 @@ class KVCache:
 
     def _replace(self, slot: int, place: int) -> None:
         """Puts a fresh block at `place`; where a shared one stood there, its content is copied."""
-        block = self._free.pop()
-        self._references[block] = 1
+        block = self._take(int(self.tables[slot, place - 1]) if place else None)
         if place < blocks_for(int(self.lengths[slot])):
-            old = self.tables[slot, place]
-            self.keys[:, block] = self.keys[:, old]
-            self.values[:, block] = self.values[:, old]
-            self._release(int(old))
+            old = int(self.tables[slot, place])
+            for pool in (self.keys, self.values):
+                pool[:, block // CHUNK, :, block % CHUNK] = pool[:, old // CHUNK, :, old % CHUNK]
+            self._release(old)
         self.tables[slot, place] = block
+
+    def _take(self, previous: int | None) -> int:
+        """A free block: the one behind `previous` in its chunk, else the first of an empty chunk, else any."""
+        references = self._references
+        block = None if previous is None else previous + 1
+        if block is None or block % CHUNK == 0 or block >= len(references) or references[block]:
+            starts = np.arange(0, len(references), CHUNK)
+            empty = np.add.reduceat(references, starts) == 0
+            block = int(starts[empty.argmax()]) if empty.any() else int((references == 0).argmax())
+        references[block] = 1
+        self._num_free -= 1
+        return block
 
     def _release(self, block: int) -> None:
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._free.append(block)
+            self._num_free += 1
 
 
 def blocks_for(num_tokens: int) -> int:

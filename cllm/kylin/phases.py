@@ -14,6 +14,7 @@ import numpy as np
 from . import ops
 from .attention_simd import attend_tile, make_scratch, store_token
 from .jit import inlined
+from .kv_cache import BLOCK, CHUNK
 from .matmul import call_groups
 from .native import atomic_add, carray, pointer
 from .rounding import KIND_OF, call_rounding
@@ -47,7 +48,7 @@ class Field(IntEnum):
     TABLES = 17  # int32[slots, blocks a slot]
     NUM_SLOTS = 18
     SLOT_BLOCKS = 19
-    NUM_BLOCKS = 20
+    NUM_CHUNKS = 20
     X = 21  # float32[N, D], the residual
     H = 22  # float32[N, D], what norms make of it
     Q = 23  # float32[N, H, C]
@@ -173,8 +174,8 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     cos, sin = _floats(m[Field.COS], angles), _floats(m[Field.SIN], angles)
     positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
-    keys = carray(pointer(row[4]), (m[Field.NUM_BLOCKS], kv_heads, width, 16), dtype)
-    values = carray(pointer(row[5]), (m[Field.NUM_BLOCKS], kv_heads, 16, width), dtype)
+    keys = carray(pointer(row[4]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, width, BLOCK), dtype)
+    values = carray(pointer(row[5]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, BLOCK, width), dtype)
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         if row[2] != 0:
@@ -208,8 +209,8 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, z = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.Z], (MAX_TOKENS, heads, width))
-    keys = carray(pointer(row[2]), (m[Field.NUM_BLOCKS], kv_heads, width, 16), dtype)
-    values = carray(pointer(row[3]), (m[Field.NUM_BLOCKS], kv_heads, 16, width), dtype)
+    keys = carray(pointer(row[2]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, width, BLOCK), dtype)
+    values = carray(pointer(row[3]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, BLOCK, width), dtype)
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
     positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])

@@ -173,7 +173,7 @@ def _make_fields(
         Field.TABLES: cache.tables.ctypes.data,
         Field.NUM_SLOTS: cache.tables.shape[0],
         Field.SLOT_BLOCKS: cache.tables.shape[1],
-        Field.NUM_BLOCKS: cache.keys.shape[1],
+        Field.NUM_CHUNKS: cache.keys.shape[1],
     }
     for field, number in numbers.items():
         fields[field] = number

@@ -96,27 +96,27 @@ def q4_k(tile: Tile) -> None:
 
 
 def q6_k(tile: Tile) -> None:
-    """53 words: | 2 x 16 words of low nibbles | 2 x 8 words of bit pairs | int8[16] scales | d f16, 2 unused |
+    """53 words: | int8[16] scales | d f16, 2 unused | 4 x 12 words, in the order in which they are used |
 
-    Of half h, columns 128 h + 32 i + 0..31 are: low nibbles of its words 0-7 (i = 0) and 8-15 (i = 1), high
-    nibbles of the same (i = 2, 3), and above them bits 2 i and 2 i + 1 of its words of pairs. Less 32.
+    The 12 words at 2 h + s, for columns 128 h + 16 s + 32 i + 0..15: 4 of bit pairs, 4 + 4 of nibbles. Low nibbles
+    of the first 4 are i = 0, of the other 4 i = 1, their high nibbles i = 2 and 3; above them stand bits 2 i and
+    2 i + 1 of the pairs. Less 32.
     """
     e = tile.e
-    scales = [tile.word(48 + j) for j in range(4)]
+    scales = [tile.word(j) for j in range(4)]
     factors = Factors(
         tile, [[e.scale_of_byte(v, j, signed=True) for v in word] for word in scales for j in range(4)]
     )
     total = tile.zeros()
-    with e.loop(2) as h, e.loop(2) as s:  # s: which 16 of each 32 columns
-        low_at = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(4)), s), i64(4 * WORD)))
-        pairs_at = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(2)), s), i64(4 * WORD)))
+    with e.loop(2) as h, e.loop(2) as s:
+        base = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(2)), s), i64(12 * WORD)))
         columns = e.add(e.mul(h, i64(128)), e.mul(s, i64(16)))
         number = e.add(e.mul(h, i64(8)), s)
         for i in range(4):
 
-            def sixes(word: int, i: int = i, low_at: Value = low_at, pairs_at: Value = pairs_at) -> Vectors:
-                low = tile.word(8 * (i % 2) + word, low_at, first=i < 2)
-                pairs = tile.word(32 + word, pairs_at, first=i == 0)
+            def sixes(word: int, i: int = i, base: Value = base) -> Vectors:
+                pairs = tile.word(5 + word, base, first=i == 0)
+                low = tile.word(9 + 4 * (i % 2) + word, base, first=i < 2)
                 return [
                     e.either(
                         e.both(e.right(v, 4 * (i // 2)), 0x0F0F0F0F),
@@ -133,7 +133,7 @@ def q6_k(tile: Tile) -> None:
         [e.sub(v.get(), e.left(o, 5)) for v, o in zip(row, offset, strict=True)]
         for row, offset in zip(total, offsets, strict=True)
     ]
-    tile.accumulate([e.half_to_float(v) for v in tile.word(52)], isum, K_SCALE)
+    tile.accumulate([e.half_to_float(v) for v in tile.word(4)], isum, K_SCALE)
 
 
 def q5_k(tile: Tile) -> None:
@@ -295,11 +295,20 @@ def _halves(*spans: tuple[int, int]) -> tuple[int, ...]:
     return tuple(half for begin, end in spans for half in range(begin, end))
 
 
+_Q6_K_NIBBLES_AND_PAIRS = _halves(
+    *(
+        (2 * word, 2 * word + 8)
+        for h in (0, 1)
+        for s in (0, 1)
+        for word in (32 + 8 * h + 4 * s, 16 * h + 4 * s, 16 * h + 8 + 4 * s)
+    )
+)
+
 _T = GGMLQuantizationType
 TILE_TYPES: dict[GGMLQuantizationType, TileType] = {
     _T.Q4_K: TileType(1, _halves((0, 72)), q4_k),
     _T.Q5_K: TileType(1, _halves((0, 88)), q5_k),
-    _T.Q6_K: TileType(1, (*_halves((0, 105)), -1), q6_k),
+    _T.Q6_K: TileType(1, (*_halves((96, 105)), -1, *_Q6_K_NIBBLES_AND_PAIRS), q6_k),
     _T.Q8_0: TileType(2, _halves((0, 1), (17, 18), (1, 17), (18, 34)), q8_0),
     _T.Q4_0: TileType(2, _halves((0, 1), (9, 10), (1, 9), (10, 18)), q4_0),
     _T.Q4_1: TileType(2, _halves((0, 20)), q4_1),
