@@ -82,7 +82,8 @@ class Executor:
             return self._recover(plan, surplus, error)
         if plan.scores:
             logits = self._score(plan, logits)
-        samples = sample_rows(logits, [sequence.sampler for sequence in plan.sampled])
+        samplers = [sequence.sampler for sequence in plan.sampled]
+        samples = sample_rows(logits, samplers, self.backend.argmax)
         now = time.perf_counter()
         touched = self.scheduler.commit(plan, samples, now)
         self.stats.count_step(plan, self.scheduler.max_num_seqs, now)

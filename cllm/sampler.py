@@ -17,7 +17,7 @@ Of equal logits the lowest id is the better one, everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,8 @@ Ids = NDArray[np.int64]
 _LARGEST = float(np.finfo(np.float32).max)
 _NO_IDS: Ids = np.empty(0, np.int64)
 
+Argmax = Callable[[NDArray[np.float32]], Ids]
+
 
 class Sampled(NamedTuple):
     """One sampled token. `logprob` and `top` are None unless `SamplingParams.logprobs` asks for them.
@@ -51,6 +53,8 @@ class Sampled(NamedTuple):
 
 class TokenSampler:
     """The sampling state of one sequence: its random stream and the tokens that its penalties count.
+
+    `takes_best`: whether the best token of each row is all that is asked for, so that nothing has to be kept of it.
 
     `unused_ids` are the ids without a token, never sampled; `eog_ids` those that end a generation; `index`
     numbers the choice among `params.n`. The stream follows from `params.seed` and `index` alone.
@@ -78,6 +82,10 @@ class TokenSampler:
         self._is_penalised = (
             params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
+        is_edited = self._is_penalised or params.logit_bias or params.allowed_token_ids is not None
+        self.takes_best = (
+            params.is_greedy and params.logprobs is None and not params.min_tokens and not is_edited
+        )
         # Tokens seen so far, ascending, and how often each was sampled; kept only where a penalty needs them.
         self._seen_ids = _sorted_ids(prompt_token_ids) if self._is_penalised else _NO_IDS
         self._counts = np.zeros(len(self._seen_ids), np.int64)
@@ -85,6 +93,10 @@ class TokenSampler:
         self._random = np.random.Generator(
             np.random.PCG64(np.random.SeedSequence(params.seed, spawn_key=(index,)))
         )
+
+    def can_take(self, token_id: int) -> bool:
+        """Whether the id means a token."""
+        return not _contains(self._unused_ids, token_id)
 
     def sample(self, row: Row) -> Sampled:
         """The next token for the logits `row` float32[V]; draws exactly one number unless greedy.
@@ -172,9 +184,18 @@ class TokenSampler:
 
 
 def sample_rows(
-    logits: NDArray[np.float32], samplers: Sequence[TokenSampler]
+    logits: NDArray[np.float32], samplers: Sequence[TokenSampler], argmax: Argmax | None = None
 ) -> list[Sampled | BackendError]:
-    """One token for each row of `logits` float32[R, V]; a row that fails has its error instead."""
+    """One token for each row of `logits` float32[R, V]; a row that fails has its error instead.
+
+    `argmax`: the place of the largest logit of each row, as `np.argmax` finds it.
+    """
+    if all(sampler.takes_best for sampler in samplers):
+        best_ids = logits.argmax(axis=1) if argmax is None else argmax(logits)
+        best = logits[np.arange(len(logits)), best_ids]  # NaN where there is one in the row
+        ids: list[int] = best_ids.tolist()
+        if np.isfinite(best).all() and all(map(TokenSampler.can_take, samplers, ids)):
+            return [Sampled(token_id) for token_id in ids]
     results: list[Sampled | BackendError] = []
     for row, sampler in zip(logits, samplers, strict=True):
         try:
@@ -270,6 +291,8 @@ def _sorted_ids(token_ids: ArrayLike) -> Ids:
 
 
 def _contains(sorted_ids: Ids, token_id: int) -> bool:
+    if not len(sorted_ids) or token_id < sorted_ids[0]:  # the usual cases: unused ids are the last
+        return False
     at = int(np.searchsorted(sorted_ids, token_id))
     return at < len(sorted_ids) and int(sorted_ids[at]) == token_id
 

@@ -238,6 +238,7 @@ def test_histogram_buckets() -> None:
 
 def test_aborting_choices_delivers_each_end_once(llm: LLM, script: MockScript) -> None:
     """Of three choices one has ended when the request is cancelled."""
+    script.delay = 0.002  # else the other two may end before they are cancelled
     inbox: SimpleQueue[list[Any]] = SimpleQueue()
     params = SamplingParams(n=3, max_tokens=100, temperature=0, ignore_eos=True)
     request = llm.make_request("x", params, inbox.put, streaming=True)

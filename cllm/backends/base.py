@@ -70,6 +70,14 @@ class Backend(ABC):
         """Empties `slot`."""
         self.truncate(slot, 0)
 
+    def argmax(self, logits: Floats) -> NDArray[np.int64]:
+        """int64[R]: the place of the largest of each row of float32[R, vocab_size], as `np.argmax` finds it.
+
+        Here because a backend whose threads are idle between two steps can share the work among them.
+        """
+        ids: NDArray[np.int64] = logits.argmax(axis=1)
+        return ids
+
     def warm_up(self) -> None:  # noqa: B027  most backends have nothing to prepare
         """Prepares what the first step would otherwise wait for (compilation)."""
 

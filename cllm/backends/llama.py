@@ -20,12 +20,14 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
 
 from ..batch import Batch
 from ..config import EngineConfig
 from ..errors import BackendError, ConfigError, ModelFileError
 from ..kylin.gguf import GGUFFile, read_gguf
 from ..machine import available_cores, available_memory
+from ..row_argmax import RowArgmax
 from ..tokenizer import Tokenizer, is_supported, make_tokenizer
 from .base import Backend, BackendInfo, Floats, Step, count_new_tokens
 from .llama_context import CELLS, LlamaContext
@@ -33,6 +35,7 @@ from .llama_library import LlamaModel, free_gpu_memory, load_library
 from .llama_tokenizer import LlamaTokenizer
 
 MAX_LOGIT_ROWS = 64
+MAX_ARGMAX_THREADS = 16  # memory has no more to give them
 MAX_BLOCKS = 512  # LLAMA_MAX_LAYERS in llama.cpp
 # llama.cpp's attention on a CPU scans the mask of all cells up to the highest used one: so many idle tokens cost
 # about 3 % of a step's time (measured with 8 sequences of the 0.6B shape: 1,000 cost 3.5 %).
@@ -79,6 +82,10 @@ class LlamaBackend(Backend):
             raise encoder
         self.info = replace(info, can_truncate=self._context.can_truncate())
         self._lengths = np.zeros(info.num_slots, np.int32)
+        self._argmax: RowArgmax | None = None
+        if info.launches_early:  # with steps of a few milliseconds, what one thread needs for it counts
+            num_threads = min(config.num_threads or available_cores(), MAX_ARGMAX_THREADS)
+            self._argmax = RowArgmax(num_threads, info.max_logit_rows, info.vocab_size)
 
     def launch(self, batch: Batch) -> Step:
         step = _LlamaStep(
@@ -87,6 +94,9 @@ class LlamaBackend(Backend):
         if self.info.launches_early:
             step.start()
         return step
+
+    def argmax(self, logits: Floats) -> NDArray[np.int64]:
+        return super().argmax(logits) if self._argmax is None else self._argmax(logits)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         self._check_slots(source, target)
@@ -115,6 +125,8 @@ class LlamaBackend(Backend):
         self.free(0)
 
     def close(self) -> None:
+        if self._argmax is not None:
+            self._argmax.close()
         self._context.close()
         self._model.close()
 
