@@ -10,6 +10,7 @@ from ..errors import ConfigError
 KINDS = {
     "speed": "tokens a second of the backends alone, beside the machine's ceilings",
     "http": "load on any server with OpenAI's API",
+    "ladder": "where the throughput goes between the bare backend and HTTP streaming",
 }
 
 

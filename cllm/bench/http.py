@@ -13,6 +13,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ..cli import CommandParser, printable
@@ -93,9 +94,13 @@ def make_bodies(
     is_chat: bool = False,
     is_stream: bool = True,
     ignore_eos: bool = True,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[bytes]:
-    """The body of a greedy request for each prompt, a text or token ids; a chat's are written as words of digits."""
-    common: dict[str, Any] = {
+    """The body of a greedy request for each prompt, a text or token ids; a chat's are written as words of digits.
+
+    `extra`: fields that every body has besides.
+    """
+    common: dict[str, Any] = {**(extra or {})} | {
         "model": model,
         "max_tokens": output_len,
         "temperature": 0.0,
