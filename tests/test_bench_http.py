@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from http_script import chunked, events, scripted_server, whole
 from server_helpers import chat_llm, serve
 
 from cllm import LLM
+from cllm.backends.mock import MockScript
 from cllm.bench import http, main
 from cllm.bench.answers import Answer, percentile, read_answer, result_block, summarize
 from cllm.bench.load import Exchange, closed_loop, open_client, open_loop
@@ -189,6 +191,29 @@ def test_arrivals_are_poisson_and_seeded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mean == pytest.approx(1 / 50, rel=0.1)
     variance = sum((gap - mean) ** 2 for gap in runs[0]) / len(runs[0])
     assert variance == pytest.approx(mean**2, rel=0.2)  # as of an exponential distribution
+
+
+def test_the_generator_costs_less_than_the_server() -> None:
+    prompts = http.random_prompts(40, 7, 0)
+
+    async def load(url: str) -> float:
+        with open_client(url) as client:
+            bodies = http.make_bodies("test", prompts, 50)
+            messages = [client.message("POST", "/v1/completions", body) for body in bodies]
+            started = time.thread_time()
+            exchanges = await closed_loop(client, messages, 8)
+            answers = [read_answer(one, 7, is_stream=True) for one in exchanges]
+            spent = time.thread_time() - started
+        assert all(answer.num_output == 50 for answer in answers)
+        return spent
+
+    script = MockScript(delay=0.002, tokens=dict.fromkeys(range(64), 97))
+    with LLM(backend="mock", context_length=64) as llm, serve(llm) as server:
+        llm._engine._executor.backend.script = script  # type: ignore[attr-defined]
+        before = time.process_time()
+        of_generator = asyncio.run(load(server.url))
+        of_server = time.process_time() - before - of_generator
+    assert of_generator < of_server  # measured: a fifth, streaming a token an event
 
 
 # --- figures ---

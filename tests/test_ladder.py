@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from command_helpers import clear_environment, run_main
+from command_helpers import clear_environment, patch_mock, run_main
 from ladder_helpers import STEP_S, Clock, mock_ladder, mock_llm, steps_take
 
 from cllm import LLM
-from cllm.backends.mock import MockBackend
+from cllm.backends.mock import MockBackend, MockScript
 from cllm.batch import BatchManager
 from cllm.bench import ladder, main
 from cllm.bench.ladder.load import PRESETS, Load, full_steps, make_prompts, under_way
@@ -77,6 +77,16 @@ def test_all_rungs_answer_the_load_alike() -> None:
         backend = rig.backend
         assert isinstance(backend, MockBackend)
         assert not any(backend.histories)
+
+
+def test_a_backend_that_launches_early_is_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_mock(monkeypatch, MockScript(launches_early=True))
+    with mock_llm(TOGETHER) as llm:
+        rig = make_rig(llm, TOGETHER, seed=0)
+        for rung in engine_rungs(rig)[3:]:
+            outcome = rung.run()
+            assert outcome.num_good(TOGETHER) == TOGETHER.num_prompts, rung.name
+            assert all(timing.is_same for timing in outcome.timings), rung.name
 
 
 @pytest.fixture

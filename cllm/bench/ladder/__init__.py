@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     start_logging(verbose=args.verbose)
     with naming_flags(args):
         load = _load(args)
-        config = ladder_config(engine_config(args, max_num_seqs=load.concurrency), load)
+        at_once = load.concurrency
+        config = engine_config(args, max_num_seqs=at_once, max_queue=max(at_once, EngineConfig().max_queue))
+        config = ladder_config(config, load)
     tools = Tools(args.llama_bench, args.llama_batched_bench, args.llama_server)
     if config.backend == "mock" and tools != Tools():
         raise ConfigError("the mock has no model file that llama.cpp's programs could run")

@@ -60,7 +60,10 @@ def _server_runner(rig: Rig, url: str, *, is_stream: bool) -> Callable[[], Outco
 
 def _common(config: EngineConfig, model: str, *, is_gpu: bool) -> list[str]:
     """The model, and the engine's settings where they are set."""
-    flags = ["-m", model, "-ngl", "99" if is_gpu else "0"]
+    num_layers = config.num_gpu_layers
+    if num_layers is None or num_layers < 0:
+        num_layers = 99 if is_gpu else 0
+    flags = ["-m", model, "-ngl", str(num_layers)]
     if config.num_threads:
         flags += ["-t", str(config.num_threads)]
     if config.kv_cache_dtype != "f16":
