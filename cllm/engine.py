@@ -189,7 +189,11 @@ class Engine:
             request = sequence.request
             if request.streaming:
                 updates[request.deliver].append(sequence.take_piece())
-            if request.finished and self._open.pop(request.request_id, None) is not None:
+            if (
+                sequence.finish_reason
+                and request.finished
+                and self._open.pop(request.request_id, None) is not None
+            ):
                 self._executor.stats.count_request(request, time.perf_counter())
                 if not request.streaming:
                     updates[request.deliver].append(request.output())

@@ -74,7 +74,7 @@ class RequestOutput:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make it three times as expensive: there is one a token
 class StreamPiece:
     """What one answer gained in one step. The `text`s of an answer, joined, are the whole answer's text.
 

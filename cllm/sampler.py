@@ -54,7 +54,7 @@ class Sampled(NamedTuple):
 class TokenSampler:
     """The sampling state of one sequence: its random stream and the tokens that its penalties count.
 
-    `takes_best`: whether the best token of each row is all that is asked for, so that nothing has to be kept of it.
+    `takes_best_below`: where the best id of a row lies below it, that is the next token, and nothing has to be kept.
 
     `unused_ids` are the ids without a token, never sampled; `eog_ids` those that end a generation; `index`
     numbers the choice among `params.n`. The stream follows from `params.seed` and `index` alone.
@@ -75,7 +75,8 @@ class TokenSampler:
         self._params = params
         self._vocab_size = vocab_size
         self._unused_ids = _sorted_ids(unused_ids)
-        self._end_ids = _sorted_ids([*eog_ids, *(params.stop_token_ids or ())])
+        self._eog_ids = eog_ids
+        self._index = index
         self._allowed_ids = _sorted_ids([*(params.allowed_token_ids or ())])
         self._refuse_if_nothing_is_allowed()
         self._bias_ids, self._biases = _bias_arrays(params.logit_bias or {})
@@ -83,20 +84,13 @@ class TokenSampler:
             params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
         is_edited = self._is_penalised or params.logit_bias or params.allowed_token_ids is not None
-        self.takes_best = (
-            params.is_greedy and params.logprobs is None and not params.min_tokens and not is_edited
-        )
+        takes_best = params.is_greedy and params.logprobs is None and not params.min_tokens and not is_edited
+        first_unused = int(self._unused_ids[0]) if len(self._unused_ids) else vocab_size
+        self.takes_best_below = first_unused if takes_best else 0
         # Tokens seen so far, ascending, and how often each was sampled; kept only where a penalty needs them.
         self._seen_ids = _sorted_ids(prompt_token_ids) if self._is_penalised else _NO_IDS
         self._counts = np.zeros(len(self._seen_ids), np.int64)
         self._num_sampled = 0
-        self._random = np.random.Generator(
-            np.random.PCG64(np.random.SeedSequence(params.seed, spawn_key=(index,)))
-        )
-
-    def can_take(self, token_id: int) -> bool:
-        """Whether the id means a token."""
-        return not _contains(self._unused_ids, token_id)
 
     def sample(self, row: Row) -> Sampled:
         """The next token for the logits `row` float32[V]; draws exactly one number unless greedy.
@@ -115,6 +109,17 @@ class TokenSampler:
             return Sampled(token_id)
         top = top_logprobs(row, self._params.logprobs, token_id)
         return Sampled(token_id, top[token_id].logprob, top)
+
+    # What only some requests need is made when it is asked for.
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        seeds = np.random.SeedSequence(self._params.seed, spawn_key=(self._index,))
+        return np.random.Generator(np.random.PCG64(seeds))
+
+    @cached_property
+    def _end_ids(self) -> Ids:
+        return _sorted_ids([*self._eog_ids, *(self._params.stop_token_ids or ())])
 
     @cached_property
     def _blocks(self) -> Blocks:
@@ -190,12 +195,12 @@ def sample_rows(
 
     `argmax`: the place of the largest logit of each row, as `np.argmax` finds it.
     """
-    if all(sampler.takes_best for sampler in samplers):
+    limit = min([sampler.takes_best_below for sampler in samplers], default=0)
+    if limit:
         best_ids = logits.argmax(axis=1) if argmax is None else argmax(logits)
         best = logits[np.arange(len(logits)), best_ids]  # NaN where there is one in the row
-        ids: list[int] = best_ids.tolist()
-        if np.isfinite(best).all() and all(map(TokenSampler.can_take, samplers, ids)):
-            return [Sampled(token_id) for token_id in ids]
+        if best_ids.max() < limit and np.isfinite(best).all():
+            return [Sampled(token_id) for token_id in best_ids.tolist()]
     results: list[Sampled | BackendError] = []
     for row, sampler in zip(logits, samplers, strict=True):
         try:
@@ -287,7 +292,8 @@ def _rank(row: Row, token_id: int) -> int:
 
 
 def _sorted_ids(token_ids: ArrayLike) -> Ids:
-    return np.unique(np.asarray(token_ids, np.int64))
+    ids = np.asarray(token_ids, np.int64)
+    return np.unique(ids) if len(ids) else _NO_IDS
 
 
 def _contains(sorted_ids: Ids, token_id: int) -> bool:

@@ -228,22 +228,19 @@ class Sequence:
     def take_piece(self) -> StreamPiece:
         """What the answer gained since the last call."""
         pieces, chars, tokens = self._num_sent
+        request, token_ids = self.request, self.token_ids[self.num_prompt + tokens :]
         text = "".join(self._pieces[pieces:])
-        self._num_sent = (len(self._pieces), chars + len(text), self.num_output)
-        reasoning, content = self._text.split(text, chars) if self.request.is_chat else (None, None)
-        return StreamPiece(
-            request_id=self.request.request_id,
-            index=self.index,
-            text=text,
-            token_ids=self.token_ids[self.num_prompt + tokens :],
-            logprobs=self._logprobs[tokens:] if self.request.params.logprobs is not None else None,
-            reasoning=reasoning,
-            content=content,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            metrics=self.metrics() if self.finish_reason else None,
-            error=self.request.error,
-        )
+        self._num_sent = (len(self._pieces), chars + len(text), tokens + len(token_ids))
+        piece = StreamPiece(request.request_id, self.index, text, token_ids)
+        if request.params.logprobs is not None:
+            piece.logprobs = self._logprobs[tokens:]
+        if request.is_chat:
+            piece.reasoning, piece.content = self._text.split(text, chars)
+        if self.finish_reason is not None:
+            piece.finish_reason, piece.stop_reason = self.finish_reason, self.stop_reason
+            piece.metrics = self.metrics()
+        piece.error = request.error
+        return piece
 
     def output(self) -> CompletionOutput:
         text, wants_logprobs = self.text, self.request.params.logprobs is not None

@@ -87,9 +87,9 @@ class EngineStats:
         }
 
     def count_step(self, plan: Plan, max_num_seqs: int, now: float) -> None:
-        """One step that has just been computed."""
+        """One step that has just been computed; `now`: the time that its tokens carry."""
         num_sampled = len(plan.sampled)
-        num_further = sum(1 for sequence in plan.sampled if len(sequence.token_ids) - sequence.num_prompt > 1)
+        num_further = num_sampled - sum([sequence.first_token_at == now for sequence in plan.sampled])
         if num_further and self._last_step_at is not None:
             # Who has a token before this one got it in the step before this one.
             self.histograms["inter_token_latency_seconds"].observe(now - self._last_step_at, num_further)
@@ -97,7 +97,7 @@ class EngineStats:
         self.num_steps += 1
         self.occupancy = num_sampled / max_num_seqs
         self.generation_tokens += num_sampled
-        self.histograms["iteration_tokens_total"].observe(sum(chunk.num_tokens for chunk in plan.chunks))
+        self.histograms["iteration_tokens_total"].observe(sum([chunk.num_tokens for chunk in plan.chunks]))
 
     def count_request(self, request: Request, now: float) -> None:
         """A request that ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -161,8 +162,10 @@ class _HistoryStep:
     def logits(self) -> Floats:
         batch, backend = self.batch, self.backend
         out = np.empty((len(batch.logit_rows), backend.info.vocab_size), np.float32)
-        slots, positions = batch.slots[batch.logit_rows], batch.positions[batch.logit_rows]
-        for slot in np.unique(slots).tolist():
-            mine = slots == slot
-            out[mine] = backend.history_logits(backend.histories[slot], positions[mine].tolist())
+        rows_of: defaultdict[int, list[int]] = defaultdict(list)
+        positions = batch.positions[batch.logit_rows].tolist()
+        for row, slot in enumerate(batch.slots[batch.logit_rows].tolist()):
+            rows_of[slot].append(row)
+        for slot, rows in rows_of.items():
+            out[rows] = backend.history_logits(backend.histories[slot], [positions[row] for row in rows])
         return out

@@ -91,23 +91,25 @@ class MockBackend(HistoryBackend):
 
     def next_token(self, history: list[int]) -> int:
         """The likeliest token after `history`."""
-        scripted = self.script.tokens.get(len(history))
-        return self._mix(history) % self.info.vocab_size if scripted is None else scripted
+        return self._next_token(self._mix(history, len(history)), len(history))
+
+    def _next_token(self, mixed: int, length: int) -> int:
+        scripted = self.script.tokens.get(length)
+        return mixed % self.info.vocab_size if scripted is None else scripted
 
     @staticmethod
-    def _mix(history: list[int]) -> int:
+    def _mix(history: list[int], length: int) -> int:
         # FNV-1a over the last tokens and the length: depends on all that matters, costs the same at any length.
-        value = 2166136261 ^ len(history)
-        for token_id in history[-8:]:
+        value = 2166136261 ^ length
+        for token_id in history[max(0, length - 8) : length]:
             value = ((value ^ token_id) * 16777619) & 0xFFFFFFFF
         return value >> 7
 
     def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
-        rows = np.empty((len(positions), self.info.vocab_size), np.float32)
-        for row, position in zip(rows, positions, strict=True):
-            history = token_ids[: position + 1]
-            row[:] = self._noise[self._mix(history) % len(self._noise)]
-            row[self.next_token(history)] += 8
+        mixed = [self._mix(token_ids, position + 1) for position in positions]
+        rows: Floats = self._noise[[value % len(self._noise) for value in mixed]]
+        for row, value, position in zip(rows, mixed, positions, strict=True):
+            row[self._next_token(value, position + 1)] += 8
         return rows
 
     def launch(self, batch: Batch) -> Step:
