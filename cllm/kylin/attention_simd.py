@@ -295,9 +295,13 @@ def store_token(k, v, keys, values, tables, slots, positions, token):  # type: i
     number = tables[slots[token], positions[token] // BLOCK]
     chunk, block = number // CHUNK, number % CHUNK
     place = positions[token] % BLOCK
+    stored = np.empty(k.shape[2], keys.dtype)  # apart from the scattered stores, this is done 16 at once
     for head in range(k.shape[1]):
         for channel in range(k.shape[2]):
-            keys[chunk, head, block, channel, place] = to_stored(k[token, head, channel], keys)
+            stored[channel] = to_stored(k[token, head, channel], keys)
+        for channel in range(k.shape[2]):
+            keys[chunk, head, block, channel, place] = stored[channel]
+        for channel in range(k.shape[2]):
             values[chunk, head, block, place, channel] = to_stored(v[token, head, channel], values)
 
 

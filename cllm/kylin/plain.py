@@ -25,6 +25,7 @@ PLAIN_TYPES = frozenset(KERNELS)
 SUM_BLOCK = 32  # activations that share one entry of Activations.sums
 
 _F32, _I32 = np.float32, np.int32
+_SIGN = np.int32(-(2**31))
 _LARGEST_FINITE = np.finfo(np.float32).max
 _ROUND = np.float32(1.5 * 2**23)  # (x + _ROUND) - _ROUND is x rounded to an integer, ties to even
 
@@ -124,15 +125,22 @@ def _check_operands(data: Array, ggml_type: GGMLQuantizationType, acts: Activati
 
 @inlined
 def find_largest(x: Array, t: int, begin: int, end: int) -> Any:
-    """(index, magnitude) of the first value of largest magnitude; NaN counts as larger than infinity.
+    """The first value of largest magnitude; NaN counts as larger than infinity.
 
-    Without their sign, the bits of floats are ordered as the floats are."""
-    largest, at = _I32(-1), begin
+    Without their sign, the bits of floats are ordered as the floats are. The search for the first is left to the
+    few blocks in which both signs have the largest magnitude, so that the others are done many values at once."""
+    positive, negative = _I32(0), _I32(0)
     for i in range(begin, end):
-        bits = _I32(_F32(x[t, i]).view(np.int32) & _I32(0x7FFFFFFF))
-        if bits > largest:
-            largest, at = bits, i
-    return at, _I32(largest).view(np.float32)
+        bits = _I32(_F32(x[t, i]).view(np.int32))
+        flipped = _I32(bits ^ _SIGN)
+        positive = bits if bits > positive else positive
+        negative = flipped if flipped > negative else negative
+    if positive == negative:
+        for i in range(begin, end):
+            bits = _I32(_F32(x[t, i]).view(np.int32))
+            if _I32(bits & ~_SIGN) == positive:
+                return _I32(bits).view(np.float32)
+    return _I32(positive if positive > negative else negative ^ _SIGN).view(np.float32)
 
 
 @inlined
@@ -164,10 +172,10 @@ def _quantize_q8_k(x: Array, values: Array, scales: Array, sums: Array) -> None:
     for t in range(scales.shape[0]):
         for b in range(scales.shape[1]):
             begin, end = 256 * b, 256 * b + 256
-            at, amax = find_largest(x, t, begin, end)
-            inverse = _F32(-127) / x[t, at]
+            largest = find_largest(x, t, begin, end)
+            inverse = _F32(-127) / largest
             scale = _F32(1) / inverse
-            if not amax <= _LARGEST_FINITE:
+            if not abs(largest) <= _LARGEST_FINITE:
                 inverse, scale = _F32(0), _F32(np.nan)
             elif not abs(inverse) <= _LARGEST_FINITE:
                 inverse, scale = _F32(0), _F32(0)
@@ -180,7 +188,7 @@ def _quantize_q8_0(x: Array, values: Array, scales: Array, sums: Array) -> None:
     for t in range(scales.shape[0]):
         for b in range(scales.shape[1]):
             begin, end = 32 * b, 32 * b + 32
-            _, amax = find_largest(x, t, begin, end)
+            amax = abs(find_largest(x, t, begin, end))
             inverse = _F32(127) / amax
             scale = _F32(np.nan)
             if amax <= _LARGEST_FINITE:
