@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Engine and event loop take turns in Python. Whoever waits for the other's turn to end waits this long, in seconds,
-# while the other computes in Python; see docs/server.md for what was measured.
+# while the other computes in Python. Measured with tools/bench_stream.py on two busy cores, 8 streams, medians of five
+# runs in shuffled order, for 5, 1, 0.5 and 0.1 ms: 99 % of the gaps between tokens were below 6.4, 6.2, 4.6 and 6.0 ms
+# on a mock with steps of 2 ms (3,024, 3,061, 3,118 and 2,981 tokens/s), and below 7.4, 8.6, 7.3 and 8.4 ms on the demo
+# model (1,567, 1,559, 1,607 and 1,487 tokens/s). Shorter turns cost more than they save.
 SWITCH_INTERVAL_S = 0.0005
 
 

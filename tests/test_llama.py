@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tiny_models import TYPE_MIXES, tiny_metadata, tiny_tensors
 
 pytest.importorskip("llama_cpp")
 
-from cllm import LLM, ConfigError, EngineConfig, ModelFileError, SamplingParams
-from cllm.backends import load_backend
+from cllm import LLM, ConfigError, EngineConfig, ModelFileError, SamplingParams, row_argmax
+from cllm.backends import llama, load_backend
 from cllm.backends.base import Backend
 from cllm.backends.llama import LlamaBackend
 from cllm.backends.llama_library import free_gpu_memory, load_library
@@ -124,10 +125,35 @@ def test_logits_are_a_view_of_llamas_buffer(backend: LlamaBackend) -> None:
 
 def test_a_started_step_is_the_recorded_one(backend: LlamaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = run(backend, (0, 0, IDS[:30]))
-    monkeypatch.setattr(backend, "_starts_at_launch", True)  # as on a GPU
+    monkeypatch.setattr(backend, "info", replace(backend.info, launches_early=True))  # as on a GPU
     step = backend.launch(make_batch((1, 0, IDS[:30])))
     backend.truncate(1, 20)  # so it has been done
     assert np.array_equal(step.logits(), recorded)
+
+
+def test_the_way_of_a_gpu_gives_the_same_answers(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps started early, their text made late, the best tokens found by threads; all but the card itself."""
+    monkeypatch.setattr(row_argmax, "_FEW", 0)
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=["e", "\ufffd"]),
+    ]
+    answers = []
+    for num_gpu_layers in (0, -1):  # a build without a GPU computes those layers itself
+        monkeypatch.setattr(llama, "_num_gpu_layers", lambda config, layers=num_gpu_layers: layers)
+        config: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_tokens": 1024, "num_threads": 2}
+        with LLM(str(tiny_model("qwen3", "q4_k_m")), backend="llama", **config) as llm:
+            assert llm.info.launches_early == bool(num_gpu_layers)
+            outputs = llm.generate([IDS[:9], IDS[5:30], IDS[40:60], IDS[:12]], params)
+            answers.append(
+                [(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
+            )
+            llm._scheduler.check_integrity()
+    assert answers[0] == answers[1]
 
 
 class FakeCodes:
