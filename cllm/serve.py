@@ -6,6 +6,7 @@ It must not know routes or shapes of replies.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,8 @@ def _serve(
         try:
             llm = LLM(config)
             _warm_sampler(llm)
+            gc.collect()
+            gc.freeze()  # what is loaded stays: looking through it would hold all streams up for 70 ms now and then
         except BaseException as error:
             failures.append(error)
             server.should_exit = True
