@@ -359,3 +359,20 @@ def test_kinds_of_tokens() -> None:
     assert tokenizer.control_ids == {256, 257}
     assert tokenizer.unused_ids.tolist() == [259]
     assert tokenizer.encode("<unk><|x|><x>", parse_special=True) == [256, 257, 258]
+
+
+QWEN3_1000 = make_tokenizer(qwen3_metadata(load_qwen3_vocab(1000)))
+
+
+@given(text=st.text(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_the_call_for_long_texts_matches_the_other(text: str) -> None:
+    """A long text goes through the library's batch call; its ids are those of the plain one."""
+    tokenizer = QWEN3_1000
+    plain = tokenizer._pipeline.encode(text, add_special_tokens=False).ids
+    assert tokenizer._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids == plain
+    long = "the cat, 世界 " * 1000 + text
+    with pytest.MonkeyPatch.context() as patch:
+        found = tokenizer.encode(long)
+        patch.setattr("cllm.tokenizer._LONG_TEXT", len(long))
+        assert tokenizer.encode(long) == found
