@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from tqdm import tqdm
 
 from .answer_text import AnswerText
@@ -233,6 +234,16 @@ class LLM:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `InvalidRequestError` for an id outside the vocabulary."""
         return self.tokenizer.decode(token_ids)
+
+    def warmup(self) -> None:
+        """Compiles what loading has not: the kernels of sampling, which greedy requests do without.
+
+        Without it the first request that samples waits for them, some seconds where they are not in the cache.
+        """
+        params = SamplingParams(top_k=2, top_p=0.5)
+        size, unused = self.info.vocab_size, self.tokenizer.unused_ids
+        sampler = TokenSampler(params, prompt_token_ids=[], vocab_size=size, unused_ids=unused, eog_ids=())
+        sampler.sample(np.zeros(size, np.float32))
 
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges and histograms of this engine under vLLM's names with the prefix `cllm:`."""

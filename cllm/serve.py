@@ -16,8 +16,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .cli import (
     CommandParser,
     add_engine_flags,
@@ -31,8 +29,6 @@ from .cli import (
 from .config import EngineConfig
 from .errors import ConfigError
 from .llm import LLM
-from .params import SamplingParams
-from .sampler import TokenSampler
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -90,7 +86,7 @@ def _serve(
     def load() -> None:
         try:
             llm = LLM(config)
-            _warm_sampler(llm)
+            llm.warmup()
             gc.collect()
             gc.freeze()  # what is loaded stays: looking through it would hold all streams up for 70 ms now and then
         except BaseException as error:
@@ -112,14 +108,6 @@ def _serve(
     if failures:
         raise failures[0]
     return 0
-
-
-def _warm_sampler(llm: LLM) -> None:
-    """Compiles what sampling needs, so that the first request does not wait for it."""
-    params = SamplingParams(top_k=2, top_p=0.5)
-    size, unused = llm.info.vocab_size, llm.tokenizer.unused_ids
-    sampler = TokenSampler(params, prompt_token_ids=[], vocab_size=size, unused_ids=unused, eog_ids=())
-    sampler.sample(np.zeros(size, np.float32))
 
 
 def _listen(host: str, port: int) -> socket.socket:

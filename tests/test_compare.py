@@ -343,7 +343,7 @@ def test_backends_on_a_tiny_model(tiny_model: Callable[..., Path]) -> None:
     pytest.importorskip("llama_cpp")
     config = EngineConfig(model=str(tiny_model()), max_num_seqs=1, context_length=128, num_threads=2)
     found = compare(config, dataclasses.replace(config, backend="llama"), [TEXT[:80]], greedy_tokens=4)
-    assert 0 < found.mean_kld < 0.001
+    assert 0 < found.mean_kld < 0.01
     assert 0 < found.nmse < 1e-3
     assert found.num_clear_changes == 0
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm.plan import Plan
 
 PROMPTS = [
     "The capital of France is",
@@ -73,6 +74,35 @@ def test_both_backends_agree_up_to_the_first_near_tie(smollm2_path: Path) -> Non
         if parted is not None:
             print(f"{prompt!r}: parts at token {parted[0]}, gap {parted[1]:.3f}")
             assert parted[1] < NEAR_TIE
+
+
+@pytest.mark.parametrize("backend", ["kylin", "llama"])
+def test_places_are_refilled_at_once(
+    backend: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 requests of 10 to 200 tokens, 8 at a time: at least 98 % of the places are taken until the queue is empty."""
+    if backend == "llama":
+        pytest.importorskip("llama_cpp")
+    with LLM(
+        str(tiny_model("qwen3", "q4_k_m")), backend=backend, context_length=256, max_num_seqs=8, num_threads=2
+    ) as llm:
+        scheduler, taken = llm._scheduler, list[int]()
+        schedule = scheduler.schedule
+
+        def counted() -> Plan:
+            plan = schedule()
+            if scheduler.waiting:
+                taken.append(len(plan.sampled))
+            return plan
+
+        monkeypatch.setattr(scheduler, "schedule", counted)
+        prompts = [[(7 * i + place) % 256 for place in range(32)] for i in range(64)]
+        params = [
+            SamplingParams(temperature=0, max_tokens=10 + i * 67 % 191, ignore_eos=True) for i in range(64)
+        ]
+        outputs = llm.generate(prompts, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [p.max_tokens for p in params]
+    assert sum(taken) / (8 * len(taken)) >= 0.98
 
 
 def test_a_storm_on_llama(tiny_model: Callable[..., Path]) -> None:

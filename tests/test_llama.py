@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_steps import load, make_batch, nmse, run
+from command_helpers import resident_bytes
 from gguf import GGMLQuantizationType as Q
 from gguf_builder import RawTensor, write_gguf
 from tiny_models import TYPE_MIXES, tiny_metadata, tiny_tensors
@@ -442,11 +442,7 @@ def test_two_at_once_do_not_meet(tiny_model: TinyModel) -> None:
     both[1].close()
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@pytest.mark.skipif(not resident_bytes(), reason="reads /proc")
 def test_closing_gives_the_memory_back(tiny_model: TinyModel) -> None:
     def cycle() -> None:  # 32 MiB of cache and 1 MiB of weights
         backend = load(tiny_model(), "llama", kv_cache_tokens=16384)

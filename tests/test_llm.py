@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from cllm import LLM, BackendError, ConfigError, ContextLengthError, InvalidRequestError, SamplingParams
+from cllm import (
+    LLM,
+    BackendError,
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    SamplingParams,
+    sampler_kernels,
+)
 from cllm.backends.mock import MockScript
 from cllm.sequence import Request
 
@@ -232,3 +240,14 @@ def test_thousands_of_prompts_are_under_way_a_few_at_a_time(
         assert all(len(output.outputs) == 3 for output in outputs)
         assert made == ended == 2000
         assert most <= 8
+
+
+def test_warmup_compiles_sampling_and_counts_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    draw = sampler_kernels.kept_tokens
+    monkeypatch.setattr(
+        sampler_kernels, "kept_tokens", lambda *args, **more: drawn.append(args) or draw(*args, **more)
+    )
+    llm.warmup()
+    assert len(drawn) == 1
+    assert not sum(llm.metrics()["cllm:request_success_total"].values())

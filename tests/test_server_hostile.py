@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -11,11 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from command_helpers import ENDLESS, patch_mock
+from command_helpers import ENDLESS, patch_mock, resident_bytes
 from server_helpers import CLIENT, Running, assert_idle, error_of, serve, until
 
 from cllm import LLM
 from cllm.backends.mock import MockScript
+from cllm.sequence import Request, Sequence
 from cllm.server import web
 
 COMPLETIONS = "/v1/completions"
@@ -215,14 +217,23 @@ def test_two_thousand_requests_with_random_ends(server: Running) -> None:
                 if draw.random() < 0.7:
                     connection.recv(draw.choice([10, 500, 5000]))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    until(lambda: not server.service._calls)
-    assert_idle(server.llm)
+    def run(seeds: range) -> int:
+        """Bytes that the process has resident afterwards."""
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        until(lambda: not server.service._calls)
+        assert_idle(server.llm)
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if type(thing) in (Request, Sequence)]
+        assert not alive
+        return resident_bytes()
+
+    before = run(range(4))  # with what is made once
+    assert run(range(4, 8)) < before + 16 * 2**20  # a kept request is 20 KB: 1,000 of them would show
     assert server.ask(COMPLETIONS, prompt="x")["choices"]
 
 

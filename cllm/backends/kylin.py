@@ -77,6 +77,10 @@ class KylinBackend(Backend):
         self._model.forward(Batch(token_ids=zero, positions=zero, slots=zero, logit_rows=zero))
         self._cache.free(0)
 
+    def phase_cycles(self) -> dict[str, int]:
+        """Cycles by phase of a step, of all steps so far; empty on the plain kernels."""
+        return self._model.phase_cycles()
+
     def close(self) -> None:
         self._team.close()
         del self._model, self._cache  # their memory goes, also while somebody keeps the closed engine

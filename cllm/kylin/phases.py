@@ -231,9 +231,10 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _piece(num_groups, num_members):  # type: ignore[no-untyped-def]
-    """Groups that are claimed at once: few enough that the members end together."""
-    return max(1, num_groups // (8 * num_members))
+def _piece(num_groups, num_members, num_records):  # type: ignore[no-untyped-def]
+    """Groups that are claimed at once: few enough that the members end together, and that their weights, a record
+    of which is 1 to 4 KB, stay in the core's own cache while tile after tile of tokens reads them."""
+    return max(1, min(num_groups // (8 * num_members), 64 // num_records))
 
 
 @inlined
@@ -268,7 +269,7 @@ def multiply(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
     num_groups = 0
     for number in range(count):
         num_groups += _longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
-    piece = _piece(num_groups, num_members)
+    piece = _piece(num_groups, num_members, _longs(row[2], MATRIX)[RECORDS])
     begin = _claim(row_at) * piece
     while begin < num_groups and num_tokens > 0:
         end = min(begin + piece, num_groups)
@@ -287,7 +288,7 @@ def multiply_and_add(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
     m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
     matrix, width = _longs(row[2], MATRIX), m[Field.WIDTH]
     x, y = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.Y], (MAX_TOKENS, width))
-    piece = _piece(matrix[GROUPS], num_members)
+    piece = _piece(matrix[GROUPS], num_members, matrix[RECORDS])
     begin = _claim(row_at) * piece
     while begin < matrix[GROUPS]:
         end = min(begin + piece, matrix[GROUPS])
@@ -303,7 +304,7 @@ def multiply_gated(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
     m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
     first, second, width = _longs(row[2], MATRIX), _longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
     gate, up = _floats(m[Field.GATE], (MAX_TOKENS, width)), _floats(m[Field.UP], (MAX_TOKENS, width))
-    piece = _piece(first[GROUPS], num_members)
+    piece = _piece(first[GROUPS], num_members, first[RECORDS])
     begin = _claim(row_at) * piece
     while begin < first[GROUPS]:
         end = min(begin + piece, first[GROUPS])
