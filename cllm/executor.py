@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .backends.base import Backend, Floats, Step
+from .backends.base import Backend, BackendInfo, Floats, Step
 from .batch import BatchManager
 from .errors import BackendError
 from .plan import Plan
@@ -132,6 +132,21 @@ class Executor:
             self.scheduler.retire(sequence)
         self.apply_operations()
         return failed
+
+
+def make_scheduler(
+    info: BackendInfo, *, max_num_seqs: int, max_idle_tokens: int | None, kind: type[Scheduler] = Scheduler
+) -> Scheduler:
+    """A scheduler within the limits of a backend."""
+    return kind(
+        max_num_seqs=max_num_seqs,
+        num_slots=info.num_slots,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_logit_rows=info.max_logit_rows,
+        kv_capacity=info.kv_capacity,
+        kv_block=info.kv_block,
+        max_idle_tokens=max_idle_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)

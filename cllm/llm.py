@@ -18,12 +18,11 @@ from .chat import ChatPrompt, ChatTemplate
 from .config import EngineConfig, make_config
 from .engine import Engine
 from .errors import ContextLengthError, InvalidRequestError
-from .executor import Executor
+from .executor import Executor, make_scheduler
 from .outputs import RequestOutput, StreamPiece
 from .params import SamplingParams
 from .reasoning import ReasoningSplitter
 from .sampler import TokenSampler
-from .scheduler import Scheduler
 from .sequence import Request
 from .sequence import Sequence as Answer
 
@@ -55,13 +54,9 @@ class LLM:
         self.info = info = backend_.info
         backend_.warm_up()
         keeps_prefixes = self.config.enable_prefix_caching and info.can_truncate
-        self._scheduler = Scheduler(
+        self._scheduler = make_scheduler(
+            info,
             max_num_seqs=self.config.max_num_seqs,
-            num_slots=info.num_slots,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            max_logit_rows=info.max_logit_rows,
-            kv_capacity=info.kv_capacity,
-            kv_block=info.kv_block,
             max_idle_tokens=info.max_idle_tokens if keeps_prefixes else 0,
         )
         batches = BatchManager(info.max_num_batched_tokens)

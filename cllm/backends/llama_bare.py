@@ -5,7 +5,6 @@ It uses the engine's own context, so that KV cache, threads and settings are the
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..batch import Batch
 from .llama import LlamaBackend
+from .llama_context import batch_over
 from .llama_library import load_library
 
 
@@ -23,29 +23,15 @@ class LlamaBareLoop:
         self._library: Any = load_library()
         context: Any = backend._context
         self._context, self._memory = context._pointer, context._memory
-        self._kept: list[Any] = []  # the arrays behind the batches
 
     def prepare(self, batch: Batch) -> Any:
         """The `llama_batch` of `batch`, over arrays of its own."""
-        count = len(batch.token_ids)
         token_ids, positions, slots = (
             np.array(part, np.int32) for part in (batch.token_ids, batch.positions, batch.slots)
         )
-        is_output = np.zeros(count, np.int8)
+        is_output = np.zeros(len(token_ids), np.int8)
         is_output[batch.logit_rows] = 1
-        ones = np.ones(count, np.int32)
-        each = slots.ctypes.data + slots.itemsize * np.arange(count, dtype=np.uintp)
-        self._kept.append((token_ids, positions, slots, is_output, ones, each))
-        int32s = ctypes.POINTER(ctypes.c_int32)
-        return self._library.llama_batch(
-            n_tokens=count,
-            token=token_ids.ctypes.data_as(int32s),
-            embd=None,
-            pos=positions.ctypes.data_as(int32s),
-            n_seq_id=ones.ctypes.data_as(int32s),
-            seq_id=each.ctypes.data_as(ctypes.POINTER(int32s)),
-            logits=is_output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        return batch_over(token_ids, positions, slots, is_output)
 
     def decode(self, batch: Any) -> None:
         """One step of `prepare`'s batches, with its logits there at the end (on a GPU `llama_decode` returns before).

@@ -125,16 +125,22 @@ class LlamaContext:
         size = self.batch_tokens
         self._token_ids, self._positions, self._slots = np.zeros((3, size), np.int32)
         self._is_output = np.zeros(size, np.int8)
-        self._ones = np.ones(size, np.int32)  # each token belongs to one sequence
-        each = self._slots.ctypes.data + self._slots.itemsize * np.arange(size, dtype=np.uintp)
-        self._slot_pointers = each
-        int32s = ctypes.POINTER(ctypes.c_int32)
-        self._batch: Any = self._library.llama_batch(
-            n_tokens=0,
-            token=self._token_ids.ctypes.data_as(int32s),
-            embd=None,
-            pos=self._positions.ctypes.data_as(int32s),
-            n_seq_id=self._ones.ctypes.data_as(int32s),
-            seq_id=each.ctypes.data_as(ctypes.POINTER(int32s)),
-            logits=self._is_output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        self._batch = batch_over(self._token_ids, self._positions, self._slots, self._is_output)
+
+
+def batch_over(token_ids: Ids, positions: Ids, slots: Ids, is_output: NDArray[np.int8]) -> Any:
+    """A `llama_batch` of all entries of the arrays [T], which it reads where they lie and keeps alive."""
+    ones = np.ones(len(token_ids), np.int32)  # each token belongs to one sequence
+    each = slots.ctypes.data + slots.itemsize * np.arange(len(slots), dtype=np.uintp)
+    int32s = ctypes.POINTER(ctypes.c_int32)
+    batch = load_library().llama_batch(
+        n_tokens=len(token_ids),
+        token=token_ids.ctypes.data_as(int32s),
+        embd=None,
+        pos=positions.ctypes.data_as(int32s),
+        n_seq_id=ones.ctypes.data_as(int32s),
+        seq_id=each.ctypes.data_as(ctypes.POINTER(int32s)),
+        logits=is_output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+    )
+    batch.kept = (token_ids, positions, slots, is_output, ones, each)
+    return batch

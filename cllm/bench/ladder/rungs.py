@@ -18,7 +18,7 @@ import numpy as np
 from ...backends.base import Backend
 from ...batch import Batch, BatchManager
 from ...errors import CLLMError
-from ...executor import Executor
+from ...executor import Executor, make_scheduler
 from ...llm import LLM
 from ...outputs import RequestOutput
 from ...params import SamplingParams
@@ -69,16 +69,7 @@ class Rig:
 
     def scheduler(self, kind: type[Scheduler]) -> Scheduler:
         """A scheduler with the settings of the engine's."""
-        info = self.llm.info
-        return kind(
-            max_num_seqs=self.load.concurrency,
-            num_slots=info.num_slots,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            max_logit_rows=info.max_logit_rows,
-            kv_capacity=info.kv_capacity,
-            kv_block=info.kv_block,
-            max_idle_tokens=0,
-        )
+        return make_scheduler(self.llm.info, max_num_seqs=self.load.concurrency, max_idle_tokens=0, kind=kind)
 
 
 def make_rig(llm: LLM, load: Load, seed: int, clock: Clock = time.perf_counter) -> Rig:
