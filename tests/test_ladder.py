@@ -205,10 +205,19 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert figures["load"] == {"num_prompts": 2, "input_len": 4, "output_len": 3, "concurrency": 8}
 
 
+def test_chosen_rungs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clear_environment(monkeypatch)
+    monkeypatch.setattr(ladder, "cllm_serve", None)  # none of these needs a server
+    assert main(["ladder", *TINY, "--rungs", "6,2", "--json", "-q"]) == 0
+    assert [row["rung"] for row in json.loads(capsys.readouterr().out)["rungs"]] == [0, 2, 6]
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         (["--rounds", "0"], "--rounds"),
+        (["--rungs", "1,10"], "--rungs"),
+        (["--rungs", "6,"], "--rungs"),
         (["--output-len", "1"], "--output-len"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--preset", "9"], "--preset"),

@@ -121,8 +121,9 @@ def test_targets_are_those_that_were_set() -> None:
         targets = targets_for(backend, concurrency, is_gpu=is_gpu)
         return [(target.rung, target.base, target.least) for target in targets]
 
-    assert found("llama", 8) == [(8, 0, 0.95), (8, "llama-server", 1.0)]
-    assert found("kylin", 8) == [(8, 0, 0.93), (8, "llama-server", 2.5)]
+    of_llm = [(8, 6, 0.97), (9, 6, 0.95)]
+    assert found("llama", 8) == [(6, 0, 0.97), (8, 0, 0.95), (8, "llama-server", 1.0), *of_llm]
+    assert found("kylin", 8) == [(8, 0, 0.93), (8, "llama-server", 2.5), *of_llm]
     assert found("llama", 1) == [(8, 0, 0.95), (8, "llama-server", 1.0)]
     assert found("kylin", 1) == [(8, 0, 0.95), (8, "llama-server", 2.5)]
     assert found("llama", 8, True) == [(6, "llama-batched-bench", 0.9)]
@@ -135,7 +136,7 @@ def test_judgement() -> None:
     targets = [Target(8, 0, 0.79), Target(8, 0, 0.81), Target(9, 6, 0.8), Target(8, "llama-server", 1.0)]
     judged = judge(found, targets)
     assert [one["is_met"] for one in judged] == [True, False, True, None]
-    assert judged[0]["ratio"] == pytest.approx(0.8)
+    assert judged[0]["ratio"] == pytest.approx({"value": 0.8, "low": 0.8, "high": 0.8})
 
 
 # --- what is printed ---
@@ -176,7 +177,7 @@ def test_the_table() -> None:
     assert "52.6 tokens/s" in text
     assert "goal of 80 tokens/s: rung 8 has 80.0, reached" in text
     assert "goal of 80% of llama-bench: not measured (--llama-bench PATH)" in text
-    assert "target: rung 8 / rung 0 at least 0.95: 0.800, missed" in text
+    assert "target: rung 8 / rung 0 at least 0.95: 0.800 (0.800..0.800), missed" in text
     assert "target: rung 8 / other at least 1.00: not measured" in text
     json.dumps(some_figures())
 

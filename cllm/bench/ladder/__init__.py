@@ -9,7 +9,8 @@ import argparse
 import contextlib
 import json
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,8 +35,9 @@ from .measure import Climb, climb
 from .report import format_table, load_plotting, plot, report
 from .rungs import Rig, Rung, engine_rungs, make_rig, recorded_steps
 from .targets import Target, targets_for
-from .web import cllm_serve, web_rungs
+from .web import HTTP_RUNGS, cllm_serve, web_rungs
 
+ALL_RUNGS = range(10)
 _LOAD_FLAGS = ("num_prompts", "input_len", "output_len", "concurrency")
 
 
@@ -85,7 +87,7 @@ def ladder_config(config: EngineConfig, load: Load) -> EngineConfig:
 def measure(config: EngineConfig, load: Load, args: argparse.Namespace, tools: Tools) -> dict[str, Any]:
     """Loads the model here and in a server, climbs, and returns the figures of `report`."""
     tell = (lambda text: None) if args.quiet else say
-    with standing(config, load, args.seed, tools) as (rig, rungs, is_gpu):
+    with standing(config, load, args.seed, tools, args.rungs) as (rig, rungs, is_gpu):
         targets = targets_for(config.backend, load.concurrency, is_gpu=is_gpu)
         if args.check and not targets:
             raise ConfigError(f"argument --check: no target is set for {config.backend} and this load")
@@ -95,9 +97,9 @@ def measure(config: EngineConfig, load: Load, args: argparse.Namespace, tools: T
 
 @contextlib.contextmanager
 def standing(
-    config: EngineConfig, load: Load, seed: int, tools: Tools
+    config: EngineConfig, load: Load, seed: int, tools: Tools, numbers: Collection[int] = ALL_RUNGS
 ) -> Iterator[tuple[Rig, list[Rung], bool]]:
-    """The rungs, ready to run, and whether the model is on a GPU; what they need is given back at the end.
+    """The rungs `numbers`, ready to run, and whether the model is on a GPU; what they need is given back at the end.
 
     Raises `ConfigError` where a package is missing, `CLLMError` where a program does not start.
     """
@@ -112,8 +114,8 @@ def standing(
         stack.callback(service.close)
         rig = make_rig(llm, load, seed)
         is_gpu = llm.info.launches_early
-        url = stack.enter_context(cllm_serve(config))
-        rungs = engine_rungs(rig) + web_rungs(rig, service, url)
+        url = stack.enter_context(cllm_serve(config)) if HTTP_RUNGS & set(numbers) else ""
+        rungs = [rung for rung in engine_rungs(rig) + web_rungs(rig, service, url) if rung.number in numbers]
         if tools != Tools():
             path = model_path(config.model)
             rungs += stack.enter_context(tool_rungs(tools, rig, path, is_gpu=is_gpu))
@@ -152,6 +154,13 @@ def _load(args: argparse.Namespace) -> Load:
     return replace(PRESETS[args.preset], **given)
 
 
+def _rungs(text: str) -> list[int]:
+    """Of `--rungs`: numbers with commas between, in ascending order. Rung 0 is what the others are measured against."""
+    if not re.fullmatch(r"\d(,\d)*", text):
+        raise argparse.ArgumentTypeError(f"expected numbers from 0 to 9 with commas between, found {text!r}")
+    return sorted({0, *map(int, text.split(","))})
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="cllm bench ladder",
@@ -167,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", **number, help="tokens of an answer")
     add("--concurrency", **number, help="requests at a time")
     add("--rounds", default=5, **number, help="runs of each rung (5), after one to warm up")
+    add("--rungs", type=_rungs, default=ALL_RUNGS, metavar="N,N", help="only these, and always rung 0 (all)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and of the order of runs (0)")
     add("--json", action="store_true", help="one JSON object")
     add("--plot", metavar="FILE", help="draw speeds and batches (needs the extra plot)")

@@ -206,7 +206,8 @@ def _target_lines(figures: dict[str, Any]) -> list[str]:
     for target in figures["targets"]:
         base = target["base"] if isinstance(target["base"], str) else f"rung {target['base']}"
         verdict = {True: "met", False: "missed", None: "not measured"}[target["is_met"]]
-        found = "" if target["ratio"] is None else f"{target['ratio']:.3f}, "
+        ratio = target["ratio"]
+        found = "" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.3f}..{ratio['high']:.3f}), "
         lines.append(
             f"target: rung {target['rung']} / {base} at least {target['least']:.2f}: {found}{verdict}"
         )

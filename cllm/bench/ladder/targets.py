@@ -45,7 +45,12 @@ def targets_for(backend: str, concurrency: int, *, is_gpu: bool) -> list[Target]
     if backend not in ("llama", "kylin") or concurrency not in (1, 8):
         return []
     of_raw = 0.95 if backend == "llama" or concurrency == 1 else 0.93
-    return [Target(8, 0, of_raw), Target(8, LLAMA_SERVER, 1.0 if backend == "llama" else 2.5)]
+    found = [Target(8, 0, of_raw), Target(8, LLAMA_SERVER, 1.0 if backend == "llama" else 2.5)]
+    if concurrency == 8:
+        found += [Target(8, 6, 0.97), Target(9, 6, 0.95)]
+        if backend == "llama":
+            found.insert(0, Target(6, 0, 0.97))
+    return found
 
 
 def index_of(climb: Climb, which: int | str) -> int | None:
@@ -61,14 +66,14 @@ def judge(climb: Climb, targets: list[Target]) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for target in targets:
         rung, base = index_of(climb, target.rung), index_of(climb, target.base)
-        ratio = climb.ratio(rung, base).value if rung is not None and base is not None else None
+        ratio = climb.ratio(rung, base) if rung is not None and base is not None else None
         found.append(
             {
                 "rung": target.rung,
                 "base": target.base,
                 "least": target.least,
-                "ratio": ratio,
-                "is_met": None if ratio is None else ratio >= target.least,
+                "ratio": None if ratio is None else ratio._asdict(),
+                "is_met": None if ratio is None else ratio.value >= target.least,
             }
         )
     return found

@@ -27,6 +27,7 @@ from ..load import Exchange, ask, closed_loop, open_client
 from .load import Outcome, Timing, under_way
 from .rungs import Rig, Rung
 
+HTTP_RUNGS = {8, 9}  # need a server
 PATH = "/v1/completions"
 LOADING_S = 600.0  # for a server to load its model
 
