@@ -80,9 +80,10 @@ class Emitter:
         self.builder.store(value, pointer, align=1)
 
     def prefetch(self, base: Value, offset: int) -> None:
-        """Asks for the cache line at an address, which need not exist."""
+        """Asks for the cache line at an address, which need not exist, and no closer than the core's second cache: far
+        ahead of its use it would drive what is used now out of the first."""
         pointer = self.builder.inttoptr(self.address(base, offset), I8.as_pointer())
-        arguments = [ir.Constant(I32, n) for n in (0, 3, 1)]  # to read, into all levels, data
+        arguments = [ir.Constant(I32, n) for n in (0, 2, 1)]  # to read, into L2, data
         self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, *arguments])
 
     @contextmanager

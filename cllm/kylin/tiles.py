@@ -30,9 +30,9 @@ PAIR_SCALES, PAIR_SUMS = 64, 72
 RECORD_VALUES = {"q8_K": 256, "q8_0": 64, "q8_1": 64, "f16": 64, "bf16": 64, "none": 64}
 RECORD_BYTES = {"q8_K": 320, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "none": 256}
 
-# Bytes ahead of a load, in the largest tiles. The smaller ones wait for memory anyway, and the processor's own
-# prefetching of a stream is the better one then (docs/performance.md).
-PREFETCH = 4608
+# Bytes ahead of a load, in tiles of at least so many tokens. Smaller ones wait for memory anyway, and the processor's
+# own prefetching of a stream is the better one then (docs/performance.md).
+PREFETCH, PREFETCH_TOKENS = 9216, 4
 Grid = list[list[Variable]]  # [token][vector of rows]
 
 
@@ -49,7 +49,7 @@ class Tile:
     def word(self, index: int, base: Value | None = None, *, first: bool = True) -> list[Value]:
         """Word `index` of the 16 rows, from `base` or the record's begin. `first`: not yet loaded before."""
         e, base = self.e, self.weights if base is None else base
-        if first and self.num_tokens == tile_sizes(e.isa)[0]:
+        if first and self.num_tokens >= PREFETCH_TOKENS:
             e.prefetch(base, WORD * index + PREFETCH)
         return [e.load(e.i32, base, WORD * index + 4 * e.lanes * r) for r in self.vectors]
 
