@@ -9,6 +9,7 @@ import pytest
 
 from cllm.backends.mock import MockBackend, load_mock
 from cllm.bench import main, speed
+from cllm.bench.ceilings import Ceiling, Ceilings
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
 
@@ -52,20 +53,27 @@ def test_tests_fit_the_context() -> None:
     assert set(speed.TARGETS) <= {test.name for test in speed.make_tests(4224)}
 
 
-def fake_results(ratio: float) -> list[speed.Result]:
+def fake_results(ratio: float, read_gb_s: float) -> list[speed.Result]:
     return [
-        speed.Result(test, {"kylin": [ratio * 10, ratio * 20, ratio * 30], "llama": [10.0, 20.0, 30.0]})
+        speed.Result(
+            test,
+            {"kylin": [ratio * 10, ratio * 20, ratio * 30], "llama": [10.0, 20.0, 30.0]},
+            [Ceiling(read, 100.0) for read in (2 * read_gb_s, read_gb_s, read_gb_s)],
+        )
         for test in speed.make_tests(1024)
     ]
 
 
-@pytest.mark.parametrize(("ratio", "status"), [(5.0, 0), (1.0, 1)])
+@pytest.mark.parametrize(("ratio", "read_gb_s", "status"), [(5.0, 1e-3, 0), (1.0, 1e-3, 1), (5.0, 1e3, 1)])
 def test_check_and_json(
-    ratio: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ratio: float,
+    read_gb_s: float,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(speed, "measure", lambda configs, rounds: fake_results(ratio))
-    monkeypatch.setattr("cllm.bench.ceilings.read_gigabytes_a_second", lambda threads: 10.0)
-    monkeypatch.setattr("cllm.bench.ceilings.dot_gigaops_a_second", lambda threads: 100.0)
+    monkeypatch.setattr(speed, "measure", lambda configs, rounds, ceilings: fake_results(ratio, read_gb_s))
+    monkeypatch.setattr(speed, "Ceilings", lambda num_threads: None)
     assert main(["speed", "--json", "--check"]) == status
     figures = json.loads(capsys.readouterr().out)
     row = figures["rows"][0]
@@ -75,10 +83,7 @@ def test_check_and_json(
 
 
 def test_ceilings_are_measured() -> None:
-    from cllm.bench.ceilings import dot_gigaops_a_second, read_gigabytes_a_second
-
-    assert read_gigabytes_a_second(2, num_bytes=1 << 22, rounds=1) > 0
-    assert dot_gigaops_a_second(2, rounds=1) > 0
+    assert min(Ceilings(2, num_bytes=1 << 22).measure(rounds=1)) > 0
 
 
 @pytest.mark.parametrize(

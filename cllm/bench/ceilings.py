@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -21,17 +21,28 @@ _CHAINS = 10  # independent sums: enough to hide the latency of a dot product, f
 _DOTS_A_CALL = 1 << 20
 
 
-def read_gigabytes_a_second(num_threads: int, num_bytes: int = 1 << 29, rounds: int = 5) -> float:
-    """10^9 bytes a second, the best of some passes over an array that no cache holds."""
-    data = np.ones(num_bytes // 8, np.int64)
-    parts = np.array_split(data, num_threads)
-    return num_bytes / _best(num_threads, rounds, lambda part: _sum(parts[part])) / 1e9
+class Ceiling(NamedTuple):
+    """What the machine could do at one moment."""
+
+    read_gb_s: float  # 10^9 bytes a second from memory
+    dot_gops: (
+        float  # 10^9 operations a second (a multiplication and an addition are two) of int8 dot products
+    )
 
 
-def dot_gigaops_a_second(num_threads: int, rounds: int = 5) -> float:
-    """10^9 operations a second (a multiplication and an addition are two) of the kernels' own int8 dot product."""
-    best = _best(num_threads, rounds, lambda part: _dots(_DOTS_A_CALL))
-    return num_threads * _DOTS_A_CALL * _CHAINS * Emitter(None, host_isa()).lanes * 4 * 2 / best / 1e9
+class Ceilings:
+    """Measures the ceilings of `num_threads` threads, any number of times. Holds `num_bytes`, more than any cache."""
+
+    def __init__(self, num_threads: int, num_bytes: int = 1 << 29) -> None:
+        self._num_threads, self._num_bytes = num_threads, num_bytes
+        self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
+
+    def measure(self, rounds: int = 3) -> Ceiling:
+        """The fastest of some rounds of each loop; takes about a tenth of a second."""
+        read_s = _best(self._num_threads, rounds, lambda part: _sum(self._parts[part]))
+        dots_s = _best(self._num_threads, rounds, lambda part: _dots(_DOTS_A_CALL))
+        operations = self._num_threads * _DOTS_A_CALL * _CHAINS * Emitter(None, host_isa()).lanes * 4 * 2
+        return Ceiling(self._num_bytes / read_s / 1e9, operations / dots_s / 1e9)
 
 
 def _best(num_threads: int, rounds: int, work: Any) -> float:
