@@ -58,7 +58,7 @@ class FastPath:
         progress = progress or (lambda stage, done, total: None)
         _compile_all(weights, progress)
         self._packed = _pack_all(weights, team, progress)
-        self._program = make_program(weights, self._packed, cache, rope)
+        self._program = make_program(weights, self._packed, cache, rope, team.num_threads)
         self._logits = np.empty((0, self._packed[weights.output.weight].padded_rows), np.float32)
         self._is_enlisted = False
 

@@ -66,8 +66,9 @@ class Field(IntEnum):
 
 NUM_FIELDS = int(Field.END)
 
-# A row of the program: | phase's address, counted as, operands 2..7 | counter of claims, 7 unused |, two cache lines.
-FUNCTION, COUNTED_AS, CLAIMS, ROW = 0, 1, 8, 16
+# A row of the program: | phase's address, counted as, operands 2..7 | a counter of claims, 7 unused | for each
+# member of the team, on a cache line of its own.
+FUNCTION, COUNTED_AS, OPERANDS, LINE = 0, 1, 8, 8
 # A matrix is 8 numbers, to which the operands of a row point.
 KERNEL, DATA, RECORDS, GROUPS, KIND, OUT, OUT_STRIDE, BIAS = range(8)
 MATRIX = 8
@@ -94,7 +95,24 @@ def _floats(address, shape):  # type: ignore[no-untyped-def]
 @inlined
 def _claim(row_at):  # type: ignore[no-untyped-def]
     """The next piece, 0, 1, .., that no member has claimed."""
-    return atomic_add(row_at + 8 * CLAIMS, 1)
+    return atomic_add(row_at + 8 * OPERANDS, 1)
+
+
+@inlined
+def _claim_groups(row_at, member, num_members, num_groups, piece):  # type: ignore[no-untyped-def]
+    """(begin, end) of the next groups for a member; both 0 when none are left.
+
+    Each member has a range of its own, from which it takes one piece behind the other: so it reads memory as one
+    stream, which the processor follows ahead. A member that has ended its own goes on with those of the others.
+    """
+    begin, end = 0, 0
+    for turn in range(num_members):
+        if begin == end:
+            owner = (member + turn) % num_members
+            low, high = num_groups * owner // num_members, num_groups * (owner + 1) // num_members
+            begin = min(low + atomic_add(row_at + 8 * (OPERANDS + LINE * owner), piece), high)
+            end = min(begin + piece, high)
+    return begin, end
 
 
 @inlined
@@ -108,12 +126,12 @@ def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
             )
 
 
-# --- the phases: (address of m, address of the program's row, members) --------------------------------------------
+# --- the phases: (address of m, address of the program's row, member, members) -----------------------------------
 
 
-def norm_and_round(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """H = norm(X), and its rounding. Operands: weight, kinds."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     width = m[Field.WIDTH]
     x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
     weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
@@ -124,9 +142,9 @@ def norm_and_round(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
         token = _claim(row_at)
 
 
-def norm_logit_rows(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def norm_logit_rows(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `norm_and_round`, of the rows whose logits are wanted, which move to the front."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     width, sources = m[Field.WIDTH], _ints(m[Field.LOGIT_ROWS])
     x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
     weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
@@ -139,9 +157,9 @@ def norm_logit_rows(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
         target = _claim(row_at)
 
 
-def round_only(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: float32[N, width], width, kinds."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     x = _floats(row[2], (MAX_TOKENS, row[3]))
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
@@ -149,7 +167,7 @@ def round_only(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
         token = _claim(row_at)
 
 
-def rope_and_store_f16(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
     Operands: norm of q and of k (0: none), the layer's keys and values. Pieces: tokens.
@@ -157,14 +175,14 @@ def rope_and_store_f16(m_at, row_at, num_members):  # type: ignore[no-untyped-de
     _rope_and_store(m_at, row_at, np.uint16)
 
 
-def rope_and_store_f32(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def rope_and_store_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `rope_and_store_f16` for a cache of float32."""
     _rope_and_store(m_at, row_at, np.float32)
 
 
 @inlined
 def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, k = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
     q_rows = _floats(m[Field.Q], (MAX_TOKENS * heads, width))
@@ -193,12 +211,12 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
         token = _claim(row_at)
 
 
-def attend_f16(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: the layer's keys and values."""
     _attend(m_at, row_at, np.uint16)
 
 
-def attend_f32(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def attend_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `attend_f16` for a cache of float32."""
     _attend(m_at, row_at, np.float32)
 
@@ -206,7 +224,7 @@ def attend_f32(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
 @inlined
 def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     """Z of all tokens. Pieces: a tile of tokens on one kv-head."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, z = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.Z], (MAX_TOKENS, heads, width))
     keys = carray(pointer(row[2]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, width, BLOCK), dtype)
@@ -261,18 +279,17 @@ def _call(m, matrix, num_tokens, begin, end):  # type: ignore[no-untyped-def]
                 y[i] += bias[i]
 
 
-def multiply(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Products with the same activations. Operands: up to three matrices that follow each other, how many, and
     which field says how many tokens."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     count, num_tokens = row[3], m[row[4]]
     num_groups = 0
     for number in range(count):
         num_groups += _longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
     piece = _piece(num_groups, num_members, _longs(row[2], MATRIX)[RECORDS])
-    begin = _claim(row_at) * piece
-    while begin < num_groups and num_tokens > 0:
-        end = min(begin + piece, num_groups)
+    begin, end = _claim_groups(row_at, member, num_members, num_groups, piece)
+    while begin < end and num_tokens > 0:
         base = 0
         for number in range(count):
             matrix = _longs(row[2] + 8 * MATRIX * number, MATRIX)
@@ -280,40 +297,38 @@ def multiply(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
             if low < high:
                 _call(m, matrix, num_tokens, low, high)
             base += matrix[GROUPS]
-        begin = _claim(row_at) * piece
+        begin, end = _claim_groups(row_at, member, num_members, num_groups, piece)
 
 
-def multiply_and_add(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def multiply_and_add(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """X += product, by way of Y. Operand: the matrix."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     matrix, width = _longs(row[2], MATRIX), m[Field.WIDTH]
     x, y = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.Y], (MAX_TOKENS, width))
     piece = _piece(matrix[GROUPS], num_members, matrix[RECORDS])
-    begin = _claim(row_at) * piece
-    while begin < matrix[GROUPS]:
-        end = min(begin + piece, matrix[GROUPS])
+    begin, end = _claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
+    while begin < end:
         _call(m, matrix, m[Field.NUM_TOKENS], begin, end)
         for token in range(m[Field.NUM_TOKENS]):
             for i in range(ROWS * begin, ROWS * end):
                 x[token, i] += y[token, i]
-        begin = _claim(row_at) * piece
+        begin, end = _claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
 
 
-def multiply_gated(m_at, row_at, num_members):  # type: ignore[no-untyped-def]
+def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """GATE = silu(gate) * up. Operand: the first of two matrices that follow each other."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, ROW)
+    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     first, second, width = _longs(row[2], MATRIX), _longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
     gate, up = _floats(m[Field.GATE], (MAX_TOKENS, width)), _floats(m[Field.UP], (MAX_TOKENS, width))
     piece = _piece(first[GROUPS], num_members, first[RECORDS])
-    begin = _claim(row_at) * piece
-    while begin < first[GROUPS]:
-        end = min(begin + piece, first[GROUPS])
+    begin, end = _claim_groups(row_at, member, num_members, first[GROUPS], piece)
+    while begin < end:
         _call(m, first, m[Field.NUM_TOKENS], begin, end)
         _call(m, second, m[Field.NUM_TOKENS], begin, end)
         for token in range(m[Field.NUM_TOKENS]):
             part = slice(ROWS * begin, ROWS * end)
             ops.silu_mul_row(gate[token, part], up[token, part])
-        begin = _claim(row_at) * piece
+        begin, end = _claim_groups(row_at, member, num_members, first[GROUPS], piece)
 
 
 PHASES = (

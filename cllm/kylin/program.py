@@ -66,8 +66,12 @@ def make_program(
     packed: Mapping[Tensor, PackedMatrix],
     cache: KVCache,
     rope: tuple[Floats, Floats],
+    num_members: int,
 ) -> Program:
-    """The program for `weights`, whose matrices are `packed`, over `cache`; rope: cos and sin of all positions."""
+    """The program for `weights`, whose matrices are `packed`, over `cache`; rope: cos and sin of all positions.
+
+    `num_members`: of the team that runs it.
+    """
     arrays = _make_arrays(weights.shape, packed)
     eps = np.array([weights.shape.rms_eps], np.float32)
     fields = _make_fields(weights.shape, arrays, cache, rope, eps)
@@ -79,7 +83,9 @@ def make_program(
     rows.add(phases.norm_logit_rows, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
     rows.add(phases.multiply, "output", rows.matrix(last), 1, Field.NUM_ROWS)
     kept = (weights, packed, cache, rope, eps)
-    return Program(fields, rows.finished(), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept)
+    return Program(
+        fields, rows.finished(num_members), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept
+    )
 
 
 def _add_layer(
@@ -114,7 +120,7 @@ class _Rows:
 
     def add(self, phase: Callable[..., None], counted_as: str, *operands: int) -> None:
         numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), *map(int, operands)]
-        self._rows.append(numbers + [0] * (phases.ROW - len(numbers)))
+        self._rows.append(numbers + [0] * (phases.OPERANDS - len(numbers)))
 
     def matrix(self, number: int) -> int:
         """The address of a row of the table of matrices."""
@@ -124,12 +130,13 @@ class _Rows:
         """The roundings that matrices want, as a set of bits."""
         return sum({1 << int(kind) for kind in self._matrices[first : first + count, phases.KIND]})
 
-    def finished(self) -> NDArray[np.int64]:
-        """int64[phases, ROW], on whole cache lines."""
-        memory = np.zeros(len(self._rows) * phases.ROW + 8, np.int64)
+    def finished(self, num_members: int) -> NDArray[np.int64]:
+        """int64[phases, OPERANDS + LINE * num_members], on whole cache lines."""
+        width = phases.OPERANDS + phases.LINE * num_members
+        memory = np.zeros(len(self._rows) * width + phases.LINE, np.int64)
         start = -memory.ctypes.data % 64 // 8
-        rows = memory[start : start + len(self._rows) * phases.ROW].reshape(-1, phases.ROW)
-        rows[:] = self._rows
+        rows = memory[start : start + len(self._rows) * width].reshape(-1, width)
+        rows[:, : phases.OPERANDS] = self._rows
         return rows
 
 

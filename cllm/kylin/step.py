@@ -18,7 +18,7 @@ from numba import types
 from .attention_simd import find_tiles
 from .jit import inlined, intrinsic, kernel, native_function
 from .native import carray, cycles, pointer
-from .phases import CLAIMS, COUNTED_AS, FUNCTION, MAX_TOKENS, Field
+from .phases import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, Field
 from .simd import I64
 from .team import barrier, begin_step, wait_for_step
 
@@ -34,7 +34,8 @@ def serve(state, member, num_members, m, program, phase_cycles):  # type: ignore
 def lead(state, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
     """One step, begun and joined by member 0. X holds the embeddings; the cache counts the tokens as held.
 
-    m int64[NUM_FIELDS]; program int64[phases, ROW]; phase_cycles int64[len(PHASE_NAMES)], added to.
+    m int64[NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles int64[len(PHASE_NAMES)],
+    added to.
     """
     n = m[Field.NUM_TOKENS]
     tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
@@ -42,7 +43,8 @@ def lead(state, num_members, m, program, phase_cycles):  # type: ignore[no-untyp
     positions = carray(pointer(m[Field.POSITIONS]), MAX_TOKENS, np.int32)
     m[Field.NUM_TILES] = find_tiles(slots, positions, n, tiles)
     for number in range(len(program)):
-        program[number, CLAIMS] = 0
+        for member in range(num_members):
+            program[number, OPERANDS + LINE * member] = 0
     begin_step(state, num_members)
     _run(state, 0, num_members, m, program, phase_cycles)
 
@@ -52,7 +54,7 @@ def _run(state, member, num_members, m, program, phase_cycles):  # type: ignore[
     clock = cycles()
     for number in range(len(program)):
         row = program[number]
-        call_phase(row[FUNCTION], m.ctypes.data, row.ctypes.data, num_members)
+        call_phase(row[FUNCTION], m.ctypes.data, row.ctypes.data, member, num_members)
         barrier(state, num_members)
         now = cycles()
         if member == 0:
@@ -61,15 +63,15 @@ def _run(state, member, num_members, m, program, phase_cycles):  # type: ignore[
 
 
 @intrinsic
-def call_phase(typing_context, address, m, row, num_members):  # type: ignore[no-untyped-def]
+def call_phase(typing_context, address, m, row, member, num_members):  # type: ignore[no-untyped-def]
     """Calls the phase at an address."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 4), generate
+    return types.void(*(types.int64,) * 5), generate
 
 
 def compile_loops() -> None:
@@ -82,4 +84,4 @@ def compile_loops() -> None:
 @cache
 def phase_address(phase: Callable[..., None]) -> int:
     """The address of one of the phases below, compiled."""
-    return int(native_function(phase, 3).address)
+    return int(native_function(phase, 4).address)
