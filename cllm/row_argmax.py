@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kylin.jit import inlined, kernel
-from .kylin.native import carray, pointer
+from .kylin.native import atomic_add, carray, pointer
 from .kylin.team import CAN_ENLIST, Team, barrier, begin_step, wait_for_step
 
 _INFINITY = 0x7F800000  # its bits
 _BLOCK = 1024  # logits whose maximum is taken before it is looked for
 _CHUNK = 16 * _BLOCK  # what a thread takes at a time
 _FEW = 2**18  # logits that are not worth waking threads for
+_CLAIMED = 8  # the place in a job, on a cache line of its own, that counts the chunks taken so far
 
 
 class RowArgmax:
@@ -29,7 +30,7 @@ class RowArgmax:
     def __init__(self, num_threads: int, max_rows: int, vocab_size: int) -> None:
         self._team = Team(num_threads if CAN_ENLIST else 1)
         num_chunks = max_rows * -(-vocab_size // _CHUNK)
-        self._job = np.zeros(3, np.int64)  # address, rows, columns
+        self._job = np.zeros(2 * _CLAIMED, np.int64)  # address, rows, columns
         self._found: tuple[Any, ...] = (np.zeros(num_chunks, np.float32), np.zeros(num_chunks, np.int64))
         self._team.enlist(_serve, (self._team.num_threads, self._job, *self._found))
 
@@ -40,7 +41,7 @@ class RowArgmax:
             few: NDArray[np.int64] = logits.argmax(axis=1)
             return few
         assert logits.flags.c_contiguous
-        self._job[:] = logits.ctypes.data, *logits.shape
+        self._job[:3] = logits.ctypes.data, *logits.shape
         ids = np.empty(len(logits), np.int64)
         _find(self._team.state, self._team.num_threads, self._job, *self._found, ids)
         return ids
@@ -52,8 +53,9 @@ class RowArgmax:
 
 @kernel
 def _find(state, num_members, job, values, places, ids):
+    job[_CLAIMED] = 0
     begin_step(state, num_members)
-    _search(job, 0, num_members, values, places)
+    _search(job, values, places)
     barrier(state, num_members)
     num_chunks = (job[2] + _CHUNK - 1) // _CHUNK
     for row in range(job[1]):
@@ -68,16 +70,18 @@ def _find(state, num_members, job, values, places, ids):
 @kernel
 def _serve(state, member, num_members, job, values, places):
     while wait_for_step(state, member):
-        _search(job, member, num_members, values, places)
+        _search(job, values, places)
         barrier(state, num_members)
 
 
 @inlined
-def _search(job, member, num_members, values, places):
-    """Value and place of the largest logit of each chunk that falls to this member."""
+def _search(job, values, places):
+    """Value and place of the largest logit of each chunk that no other member has taken: one of them may sleep."""
     num_columns = job[2]
     num_chunks = (num_columns + _CHUNK - 1) // _CHUNK
-    for item in range(member, job[1] * num_chunks, num_members):
+    claims = job.ctypes.data + 8 * _CLAIMED
+    item = atomic_add(claims, 1)
+    while item < job[1] * num_chunks:
         row, chunk = item // num_chunks, item % num_chunks
         begin = chunk * _CHUNK
         count = min(_CHUNK, num_columns - begin)
@@ -94,6 +98,7 @@ def _search(job, member, num_members, values, places):
         while logits[place] != best and (best == best or logits[place] == logits[place]):
             place += 1
         values[item], places[item] = best, begin + place
+        item = atomic_add(claims, 1)
 
 
 @inlined

@@ -89,6 +89,26 @@ def test_a_connection_is_used_again_and_one_that_was_closed_is_not() -> None:
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+def test_a_request_that_meets_the_end_of_an_idle_connection_goes_out_again() -> None:
+    numbers: list[int] = []
+
+    async def handle(request: bytes, writer: asyncio.StreamWriter) -> None:
+        numbers.append(writer.get_extra_info("peername")[1])
+        if len(numbers) == 2:
+            writer.close()
+        else:
+            writer.write(whole(b"x"))
+
+    async def ask(url: str) -> list[Exchange]:
+        with open_client(url) as client:
+            return await closed_loop(client, [client.message("GET", "/")] * 2, 1)
+
+    with scripted_server(handle) as url:
+        found = asyncio.run(ask(url))
+    assert [(one.error, one.body) for one in found] == [(None, b"x")] * 2
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [

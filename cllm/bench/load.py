@@ -62,28 +62,31 @@ class Client:
         return head.encode() + b"\r\n" + body
 
     async def send(self, message: bytes) -> Exchange:
-        """One request; never raises for what the server or the network does (`Exchange.error`)."""
+        """One request; never raises for what the server or the network does (`Exchange.error`).
+
+        A server may close an idle connection at any time, also while a request is on its way to it: one that was
+        used before and brings no byte back is not its answer, and the request goes out again (RFC 9112, 9.3.1).
+        """
         started = time.perf_counter()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_reusable:
+                exchange = await self._send_on(connection, message, started)
+                if connection.has_answered:
+                    return exchange
+        loop, tls = asyncio.get_running_loop(), True if self._is_tls else None
         try:
-            connection = await self._connect()
+            _, opened = await loop.create_connection(_Connection, self.host, self.port, ssl=tls)
         except OSError as error:
             reason = f"cannot connect to {self.host}, port {self.port}: {error.strerror or error}"
             return Exchange(started, time.perf_counter(), error=reason)
+        return await self._send_on(opened, message, started)
+
+    async def _send_on(self, connection: _Connection, message: bytes, started: float) -> Exchange:
         exchange = await connection.send(message, started)
         if connection.is_reusable:
             self._idle.append(connection)
         return exchange
-
-    async def _connect(self) -> _Connection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_reusable:
-                return connection
-        loop = asyncio.get_running_loop()
-        _, opened = await loop.create_connection(
-            _Connection, self.host, self.port, ssl=True if self._is_tls else None
-        )
-        return opened
 
     def close(self) -> None:
         """Closes the connections; a later request opens new ones."""
@@ -96,6 +99,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.is_reusable = True
+        self.has_answered = False  # any byte to the last request
         self._transport: asyncio.Transport | None = None
         self._exchange = Exchange()
         self._done: asyncio.Future[None] | None = None
@@ -110,6 +114,7 @@ class _Connection(asyncio.Protocol):
     async def send(self, message: bytes, started: float) -> Exchange:
         assert self._transport is not None
         self._exchange = exchange = Exchange(started)
+        self.has_answered = False
         self._read_more = self._read_head
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(message)
@@ -127,6 +132,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        self.has_answered = True
         self._buffer += data
         try:
             while self._read_more(now):
