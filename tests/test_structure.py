@@ -32,6 +32,7 @@ LEVELS = [
         "kylin/plain_kernels.py",
         "kylin/plain.py",
         "kylin/ops.py",
+        "kylin/ops_simd.py",
         "kylin/attention.py",
         "kylin/tiles.py",
         "kylin/tile_types.py",

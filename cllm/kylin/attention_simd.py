@@ -20,7 +20,7 @@ from numba.extending import overload
 from .jit import inlined, intrinsic, kernel
 from .kv_cache import BLOCK, CHUNK
 from .ops import exp32, sum_lanes
-from .rounding import to_half
+from .ops_simd import to_halves
 from .simd import F32, I64, Emitter, Value, host_isa, make_internal, start_function
 
 TILE_TOKENS = 4
@@ -295,27 +295,25 @@ def store_token(k, v, keys, values, tables, slots, positions, token):  # type: i
     number = tables[slots[token], positions[token] // BLOCK]
     chunk, block = number // CHUNK, number % CHUNK
     place = positions[token] % BLOCK
-    stored = np.empty(k.shape[2], keys.dtype)  # apart from the scattered stores, this is done 16 at once
+    key = np.empty(k.shape[2], keys.dtype)
     for head in range(k.shape[1]):
+        to_stored(k[token, head], key)
         for channel in range(k.shape[2]):
-            stored[channel] = to_stored(k[token, head, channel], keys)
-        for channel in range(k.shape[2]):
-            keys[chunk, head, block, channel, place] = stored[channel]
-        for channel in range(k.shape[2]):
-            values[chunk, head, block, place, channel] = to_stored(v[token, head, channel], values)
+            keys[chunk, head, block, channel, place] = key[channel]
+        to_stored(v[token, head], values[chunk, head, block, place])
 
 
-def to_stored(x: Any, cache: Any) -> Any:
-    """A float32 as the cache, of which `cache` is an array, holds it: float16 bits or as it is."""
+def to_stored(x: Any, out: Any) -> None:
+    """float32[C] as the cache, of whose type `out` is, holds it: float16 bits or as it is."""
     raise NotImplementedError("for compiled code only")
 
 
 @overload(to_stored)
-def _overload_to_stored(x: Any, cache: Any) -> Any:
-    def to_f16(x: Any, cache: Any) -> Any:
-        return np.uint16(to_half(x))
+def _overload_to_stored(x: Any, out: Any) -> Any:
+    def to_f16(x: Any, out: Any) -> None:
+        to_halves(x.ctypes.data, x.size, out.ctypes.data)
 
-    def to_f32(x: Any, cache: Any) -> Any:
-        return x
+    def to_f32(x: Any, out: Any) -> None:
+        out[:] = x
 
-    return to_f16 if cache.dtype == nb.uint16 else to_f32
+    return to_f16 if out.dtype == nb.uint16 else to_f32

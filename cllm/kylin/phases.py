@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from . import ops
+from . import ops, ops_simd
 from .attention_simd import attend_tile, make_scratch, store_token
 from .jit import inlined
 from .kv_cache import BLOCK, CHUNK
@@ -137,7 +137,7 @@ def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untype
     weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
-        ops.rms_norm(x, weight, eps, h, token, token + 1)
+        ops_simd.rms_norm(x, weight, eps, h, token, token + 1)
         _round_token(m, h, row[3], token)
         token = _claim(row_at)
 
@@ -152,7 +152,7 @@ def norm_logit_rows(m_at, row_at, member, num_members):  # type: ignore[no-untyp
     while target < m[Field.NUM_ROWS]:
         for i in range(width):
             h[target, i] = x[sources[target], i]
-        ops.rms_norm(h, weight, eps, h, target, target + 1)
+        ops_simd.rms_norm(h, weight, eps, h, target, target + 1)
         _round_token(m, h, row[3], target)
         target = _claim(row_at)
 
@@ -197,8 +197,8 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         if row[2] != 0:
-            ops.rms_norm(q_rows, _floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
-            ops.rms_norm(
+            ops_simd.rms_norm(q_rows, _floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
+            ops_simd.rms_norm(
                 k_rows, _floats(row[3], width), eps, k_rows, token * kv_heads, (token + 1) * kv_heads
             )
         if m[Field.HALVES]:

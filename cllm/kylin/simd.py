@@ -308,6 +308,26 @@ class Emitter:
         value = b.select(is_special, special, value)
         return self.cast(self.either(value, self.left(self.both(a, 0x8000), 16)), self.f32)
 
+    def float_to_half(self, a: Value) -> Value:
+        """float32 lanes to as many f16, as int16: the nearest, ties to even; NaN stays one."""
+        shorts = ir.VectorType(I16, self.lanes)
+        if self.has_f16:
+            return self.cast(self.builder.fptrunc(a, ir.VectorType(HALF, self.lanes)), shorts)
+        b, bits = self.builder, self.cast(a, self.i32)
+        magnitude = self.both(bits, 0x7FFFFFFF)
+        odd = self.both(self.right(magnitude, 13), 1)
+        rounded = self.add(self.add(magnitude, self.splat(0xFFF - (112 << 23), self.i32)), odd)
+        normal = self.right(rounded, 13)
+        is_large = b.icmp_signed(">=", magnitude, self.splat(0x477FF000, self.i32))  # rounds past the largest
+        half = b.select(is_large, self.splat(0x7C00, self.i32), normal)
+        # The step of floats from 0.5 on is that of f16 subnormals.
+        lifted = b.fadd(self.cast(magnitude, self.f32), self.splat(0.5, self.f32))
+        subnormal = self.sub(self.cast(lifted, self.i32), self.splat(0x3F000000, self.i32))
+        half = b.select(b.icmp_signed("<", magnitude, self.splat(0x38800000, self.i32)), subnormal, half)
+        is_nan = b.icmp_signed(">", magnitude, self.splat(0x7F800000, self.i32))
+        half = b.select(is_nan, self.splat(0x7E00, self.i32), half)
+        return b.trunc(self.either(half, self.both(self.right(bits, 16), 0x8000)), shorts)
+
     def load_halves(self, base: Value, offset: int = 0) -> Value:
         """As many f16 as there are lanes, from memory, as float32."""
         halves = self.load(ir.VectorType(I16, self.lanes), base, offset)

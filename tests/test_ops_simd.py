@@ -1,0 +1,56 @@
+"""The norm and the rounding to float16 by vector instructions, bit for bit against their plain twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native_code import compile_here, guarded
+from test_simd import HERE
+
+from cllm.kylin import ops, ops_simd
+from cllm.kylin.ops import sum_lanes
+
+rng = np.random.default_rng(0)
+
+
+@HERE
+@pytest.mark.parametrize("width", [16, 48, 1024])
+def test_sums_of_squares_match_plain(isa: str, width: int) -> None:
+    """The same lanes and the same tree as `ops.rms_norm`."""
+    call = compile_here(lambda module: ops_simd.emit_sum_of_squares(module, isa), 3)
+    x = (rng.standard_normal(width) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
+    lanes = np.zeros(16, np.float32)
+    for row in (x * x).reshape(-1, 16):
+        lanes += row
+    found = np.zeros(1, np.float32)
+    with guarded(x) as x_guarded:
+        call(x_guarded.ctypes.data, width, found.ctypes.data)
+    assert found[0] == sum_lanes.py_func(lanes)
+
+
+def test_norm_matches_plain() -> None:
+    x = rng.standard_normal((5, 96)).astype(np.float32)
+    x[3], x[4, 7] = 0, np.inf
+    weight, eps = rng.standard_normal(96).astype(np.float32), np.float32(1e-6)
+    fast, plain = np.zeros((2, 5, 96), np.float32)
+    ops_simd.rms_norm(x, weight, eps, fast, 1, 5)
+    ops.rms_norm(x, weight, eps, plain, 1, 5)
+    assert fast.tobytes() == plain.tobytes()
+    assert not fast[0].any()
+
+
+@HERE
+def test_halves_are_those_of_numpy(isa: str) -> None:
+    call = compile_here(lambda module: ops_simd.emit_to_halves(module, isa), 3)
+    # Every upper half of a float32, with lower halves on both sides of each tie of float16.
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    for lower in (0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0xFFFF):
+        x = (upper | np.uint32(lower)).view(np.float32)
+        out = np.zeros(x.size, np.uint16)
+        call(x.ctypes.data, x.size, out.ctypes.data)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = x.astype(np.float16)
+        found = out.view(np.float16)
+        is_nan = np.isnan(expected)
+        assert (np.isnan(found) == is_nan).all()
+        assert found[~is_nan].tobytes() == expected[~is_nan].tobytes()
