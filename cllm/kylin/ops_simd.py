@@ -13,7 +13,7 @@ from numba import types
 
 from .jit import inlined, intrinsic
 from .ops import LANES
-from .simd import I16, I64, Emitter, Value, host_isa, make_internal, start_function
+from .simd import I64, Emitter, Value, host_isa, make_internal, start_function
 
 _ISA = host_isa()
 
