@@ -12,13 +12,16 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from .errors import BackendError, QueueFullError
 from .executor import Executor
 from .sequence import Request, Sequence
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -30,6 +33,7 @@ class Engine:
         self._max_queue = max_queue
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._calls: list[Future[Any]] = []  # those of `call` that wait for their turn
         self._open: dict[str, Request] = {}  # every request that has not been delivered whole
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._num_arriving = 0  # sequences on their way to the scheduler
@@ -61,6 +65,30 @@ class Engine:
         with self._wake:
             self._inbox.append(lambda: self._abort(request_ids))
             self._wake.notify_all()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Runs `work()` on the engine's thread, between two steps; returns what it returns or raises what it raises.
+
+        For whatever uses the backend beside requests. That must not be done on another thread: OpenMP, with which
+        llama.cpp computes, keeps helpers for each thread that ever called it, and where they are more than the cores
+        it lets all of them sleep at each barrier. Raises `BackendError` where the engine is closed, or dies before.
+        """
+        done: Future[T] = Future()
+
+        def command() -> None:
+            self._calls.remove(done)
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._wake:
+            if self._error is not None or self._closing:
+                self._check_alive()
+            self._calls.append(done)
+            self._inbox.append(command)
+            self._wake.notify_all()
+        return done.result()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuses new requests and waits until the others have ended; False where `timeout` seconds went by."""
@@ -131,6 +159,8 @@ class Engine:
             logger.exception("the engine died")
             with self._wake:
                 self._error = error
+            for call in self._calls:
+                call.set_exception(BackendError(f"the engine died: {error}"))
             with contextlib.suppress(Exception):
                 self._executor.settle()
             for request in list(self._open.values()):

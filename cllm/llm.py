@@ -52,7 +52,6 @@ class LLM:
         self.config = model if isinstance(model, EngineConfig) else make_config({"model": model, **config})
         backend_, self.tokenizer = load_backend(self.config)
         self.info = info = backend_.info
-        backend_.warm_up()
         keeps_prefixes = self.config.enable_prefix_caching and info.can_truncate
         self._scheduler = make_scheduler(
             info,
@@ -62,6 +61,11 @@ class LLM:
         batches = BatchManager(info.max_num_batched_tokens)
         executor = Executor(backend_, self._scheduler, batches)
         self._engine = Engine(executor, max_queue=self.config.max_queue)
+        try:
+            self._engine.call(backend_.warm_up)
+        except BaseException:
+            self._engine.close()
+            raise
         self._template = ChatTemplate(self.tokenizer)
         self._ids = itertools.count()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cllm import LLM, BackendError, QueueFullError, SamplingParams
-from cllm.backends.mock import MockScript
+from cllm.backends.mock import MockBackend, MockScript
 from cllm.stats import Histogram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -22,15 +22,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 def llm(script: MockScript) -> Iterator[LLM]:
     with LLM(backend="mock", context_length=512, max_num_seqs=3, max_num_batched_tokens=16) as llm:
         yield llm
-
-
-def on_engine_thread(llm: LLM, work: Any) -> Any:
-    """Runs `work()` between two steps and returns what it returned."""
-    results: SimpleQueue[Any] = SimpleQueue()
-    with llm._engine._wake:
-        llm._engine._inbox.append(lambda: results.put(work()))
-        llm._engine._wake.notify_all()
-    return results.get(timeout=60)
 
 
 def text(llm: LLM, prompt: str) -> str:
@@ -44,7 +35,7 @@ def assert_baseline(llm: LLM) -> None:
         llm._engine._executor.apply_operations()
         return llm._scheduler.has_work, llm._engine._executor.backend.histories
 
-    has_work, histories = on_engine_thread(llm, look)
+    has_work, histories = llm._engine.call(look)
     assert not has_work
     assert not any(histories)
 
@@ -79,10 +70,10 @@ def test_a_hundred_cancels_with_the_slot_reused_at_once(llm: LLM, script: MockSc
 
         llm._engine.submit([victim])
         for _ in range(round % 5):
-            on_engine_thread(llm, lambda: None)  # let a few steps go by
+            llm._engine.call(lambda: None)  # let a few steps go by
         if round % 2 == 0:
             inbox.get(timeout=60)
-        landed[on_engine_thread(llm, cancel)] += 1
+        landed[llm._engine.call(cancel)] += 1
         assert text(llm, "after") == expected["after"]
         for thread in threads:
             thread.join(60)
@@ -186,6 +177,73 @@ def test_health_of_a_dead_engine(script: MockScript, monkeypatch: pytest.MonkeyP
     health = llm.health()
     assert (health["status"], health["error"]) == ("dead", "'NoneType' object is not callable")
     llm.close()
+
+
+def test_the_backend_is_used_on_one_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library may keep threads for each thread that calls it; warming up counts."""
+    threads: list[str] = []
+    for name in ("warm_up", "launch", "free", "close"):
+        method = getattr(MockBackend, name)
+
+        def noted(self: Any, *arguments: Any, method: Any = method) -> Any:
+            threads.append(threading.current_thread().name)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(MockBackend, name, noted)
+    with LLM(backend="mock", enable_prefix_caching=False) as llm:
+        text(llm, "a")
+    assert len(threads) > 30
+    assert set(threads) == {"cllm-engine"}
+
+
+def test_a_failing_warm_up_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise BackendError("cold")
+
+    monkeypatch.setattr(MockBackend, "warm_up", fail)
+    with pytest.raises(BackendError, match="cold"):
+        LLM(backend="mock")
+    assert "cllm-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_calls_run_between_steps(llm: LLM) -> None:
+    assert llm._engine.call(lambda: threading.current_thread().name) == "cllm-engine"
+    with pytest.raises(ZeroDivisionError):
+        llm._engine.call(lambda: 1 / 0)
+    assert text(llm, "after")
+    llm.close()
+    with pytest.raises(BackendError, match="closed"):
+        llm._engine.call(lambda: None)
+
+
+def test_a_dead_engine_fails_the_calls_that_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def die(now: float) -> None:
+        reached.set()
+        assert go.wait(60)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(llm._engine, "_expire", die)
+    caller = threading.Thread(target=lambda: text(llm, "never"))
+    caller.start()
+    assert reached.wait(60)
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            llm._engine.call(lambda: None)
+        except BackendError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=call)
+    waiting.start()
+    while not llm._engine._calls:
+        time.sleep(0.001)
+    go.set()
+    waiting.join(60)
+    caller.join(60)
+    assert "a bug" in str(found[0])
 
 
 def test_idle_costs_no_cpu(llm: LLM) -> None:

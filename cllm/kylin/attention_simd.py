@@ -9,6 +9,7 @@ Both stay the same whatever rows a query shares its loads with.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba as nb
@@ -21,7 +22,7 @@ from .jit import inlined, intrinsic, kernel
 from .kv_cache import BLOCK, CHUNK
 from .ops import exp32, sum_lanes
 from .ops_simd import to_halves
-from .simd import F32, I64, Emitter, Value, host_isa, make_internal, start_function
+from .simd import F32, I64, Emitter, Value, call_emitted, host_isa, make_internal, start_function
 
 TILE_TOKENS = 4
 _ISA = host_isa()
@@ -106,11 +107,10 @@ def _load_stored(e: Emitter, base: Value, size: int, number: int) -> Value:
 
 
 def _call_emitted(builder: Any, emit: Any, num_rows: int, cache: Any, values: Any) -> None:
-    """Calls `emit`'s function for a cache of the array type `cache`; it is emitted once in a module."""
+    """Calls `emit`'s function for a cache of the array type `cache`."""
     half = cache.dtype == nb.uint16
     name = f"cllm_{emit.__name__.removeprefix('emit_')}_{num_rows}_{half}"
-    function = builder.module.globals.get(name) or emit(builder.module, _ISA, num_rows, half=half)
-    builder.call(function, values)
+    call_emitted(builder, name, partial(emit, isa=_ISA, num_rows=num_rows, half=half), values)
 
 
 @intrinsic(prefer_literal=True)

@@ -5,7 +5,7 @@ and `rounding.to_half`. Widths are whole vectors of 16.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -13,7 +13,7 @@ from numba import types
 
 from .jit import inlined, intrinsic
 from .ops import LANES
-from .simd import I64, Emitter, Value, host_isa, make_internal, start_function
+from .simd import I64, Emitter, Value, call_emitted, host_isa, make_internal, start_function
 
 _ISA = host_isa()
 
@@ -62,17 +62,10 @@ def emit_to_halves(module: ir.Module, isa: str) -> Value:
     return function
 
 
-def _call(builder: Any, emit: Any, values: Any) -> None:
-    function = builder.module.globals.get("cllm_" + emit.__name__.removeprefix("emit_")) or emit(
-        builder.module, _ISA
-    )
-    builder.call(function, values)
-
-
 @intrinsic
 def _sum_of_squares(typing_context, x, width, out):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        _call(builder, emit_sum_of_squares, values)
+        call_emitted(builder, "cllm_sum_of_squares", partial(emit_sum_of_squares, isa=_ISA), values)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3), generate
@@ -83,7 +76,7 @@ def to_halves(typing_context, x, count, out):  # type: ignore[no-untyped-def]
     """`emit_to_halves`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        _call(builder, emit_to_halves, values)
+        call_emitted(builder, "cllm_to_halves", partial(emit_to_halves, isa=_ISA), values)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3), generate

@@ -100,7 +100,7 @@ def _claim(row_at):  # type: ignore[no-untyped-def]
 
 @inlined
 def _claim_groups(row_at, member, num_members, num_groups, piece):  # type: ignore[no-untyped-def]
-    """(begin, end) of the next groups for a member; both 0 when none are left.
+    """(begin, end) of the next groups for a member, which are none when all are taken.
 
     Each member has a range of its own, from which it takes one piece behind the other: so it reads memory as one
     stream, which the processor follows ahead. A member that has ended its own goes on with those of the others.

@@ -8,7 +8,7 @@ operations are single IEEE operations (with `fma` fused everywhere), and nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -364,3 +364,11 @@ def make_internal(function: Value) -> None:
     """Keeps a function to its module, and whole: a copy in each caller only takes time to compile."""
     function.linkage = "internal"
     function.attributes.add("noinline")
+
+
+def call_emitted(
+    builder: Any, name: str, emit: Callable[[ir.Module], Value], arguments: Sequence[Value]
+) -> None:
+    """Calls the function `name`, which `emit` puts into the module where it is not there yet."""
+    module = builder.module
+    builder.call(module.globals.get(name) or emit(module), arguments)

@@ -1,7 +1,7 @@
 """Rungs 0 to 6: the raw backend, and one layer of the engine more each time, up to `LLM`. All in this process.
 
 Rungs 0 to 3 compute full batches, all sequences together, as nothing but a benchmark does; from rung 4 on requests
-come and go. One model serves all: the engine of the `LLM` sleeps while a lower rung uses its backend.
+come and go. One model serves all, and the thread of its engine runs the lower rungs as well: see `Engine.call`.
 """
 
 from __future__ import annotations
@@ -87,12 +87,16 @@ def make_rig(llm: LLM, load: Load, seed: int, clock: Clock = time.perf_counter) 
 
 def engine_rungs(rig: Rig) -> list[Rung]:
     """Rungs 0 to 6."""
+
+    def on_its_thread(run: Callable[[], Outcome]) -> Callable[[], Outcome]:
+        return lambda: rig.llm._engine.call(run)
+
     return [
-        Rung(0, "raw backend", _raw(rig)),
-        Rung(1, "Backend.launch", lambda: _launch(rig)),
-        Rung(2, "batch manager", lambda: _batch_manager(rig)),
-        Rung(3, "executor, sampling", lambda: _full_executor(rig)),
-        Rung(4, "scheduler, arrivals", lambda: _scheduler(rig)),
+        Rung(0, "raw backend", on_its_thread(_raw(rig))),
+        Rung(1, "Backend.launch", on_its_thread(lambda: _launch(rig))),
+        Rung(2, "batch manager", on_its_thread(lambda: _batch_manager(rig))),
+        Rung(3, "executor, sampling", on_its_thread(lambda: _full_executor(rig))),
+        Rung(4, "scheduler, arrivals", on_its_thread(lambda: _scheduler(rig))),
         Rung(5, "engine thread", lambda: _engine(rig)),
         Rung(6, "LLM", lambda: _llm(rig)),
     ]
