@@ -119,24 +119,14 @@ def chat_llm(folder: Path, **config: Any) -> LLM:
 def assert_idle(llm: LLM) -> None:
     """Slots and cache are back where they were. Runs on the engine's thread, after all that came before."""
     until(lambda: llm.health()["num_running"] == llm.health()["num_waiting"] == 0)
-    done, found = threading.Event(), list[Any]()
 
-    def look() -> None:
-        try:
-            llm._scheduler.check_integrity()
-            llm._scheduler.clear_cache()
-            llm._engine._executor.apply_operations()
-            found.extend(
-                [llm._scheduler.has_work, llm._engine._executor.backend.histories, llm._engine._open]
-            )
-        finally:
-            done.set()
+    def look() -> tuple[bool, Any, Any]:
+        llm._scheduler.check_integrity()
+        llm._scheduler.clear_cache()
+        llm._engine._executor.apply_operations()
+        return llm._scheduler.has_work, llm._engine._executor.backend.histories, llm._engine._open
 
-    with llm._engine._wake:
-        llm._engine._inbox.append(look)
-        llm._engine._wake.notify_all()
-    assert done.wait(30)
-    has_work, histories, open_requests = found
+    has_work, histories, open_requests = llm._engine.call(look)
     assert not has_work
     assert not any(histories)
     assert not open_requests

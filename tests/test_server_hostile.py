@@ -169,7 +169,7 @@ def test_two_hundred_streams_half_of_them_slow(server: Running) -> None:
         thread.join(120)
         assert not thread.is_alive()
     until(lambda: server.llm.health()["num_running"] == server.llm.health()["num_waiting"] == 0)
-    assert len(server.service._calls) == 100  # computed, but for want of readers not written
+    until(lambda: len(server.service._calls) == 100)  # computed, but for want of readers not written
     for connection in slow:
         with connection:
             data = b""
