@@ -79,11 +79,11 @@ class Engine:
             self._calls.remove(done)
             try:
                 done.set_result(work())
-            except Exception as error:
+            except BaseException as error:  # the caller's to raise
                 done.set_exception(error)
 
         with self._wake:
-            if self._error is not None or self._closing:
+            if self._error is not None or self._closing:  # one that drains still has its thread
                 self._check_alive()
             self._calls.append(done)
             self._inbox.append(command)

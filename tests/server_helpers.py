@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from engine_helpers import assert_baseline
 
 from cllm import LLM
 from cllm.server.app import make_app
@@ -117,16 +118,6 @@ def chat_llm(folder: Path, **config: Any) -> LLM:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Slots and cache are back where they were. Runs on the engine's thread, after all that came before."""
+    """Nothing runs or waits any more, and all is back where it was."""
     until(lambda: llm.health()["num_running"] == llm.health()["num_waiting"] == 0)
-
-    def look() -> tuple[bool, Any, Any]:
-        llm._scheduler.check_integrity()
-        llm._scheduler.clear_cache()
-        llm._engine._executor.apply_operations()
-        return llm._scheduler.has_work, llm._engine._executor.backend.histories, llm._engine._open
-
-    has_work, histories, open_requests = llm._engine.call(look)
-    assert not has_work
-    assert not any(histories)
-    assert not open_requests
+    assert_baseline(llm)

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from engine_helpers import assert_baseline
 
 from cllm import LLM, BackendError, QueueFullError, SamplingParams
 from cllm.backends.mock import MockBackend, MockScript
@@ -26,18 +27,6 @@ def llm(script: MockScript) -> Iterator[LLM]:
 
 def text(llm: LLM, prompt: str) -> str:
     return llm.generate(prompt, GREEDY)[0].outputs[0].text
-
-
-def assert_baseline(llm: LLM) -> None:
-    def look() -> tuple[bool, list[Any]]:
-        llm._scheduler.check_integrity()
-        llm._scheduler.clear_cache()
-        llm._engine._executor.apply_operations()
-        return llm._scheduler.has_work, llm._engine._executor.backend.histories
-
-    has_work, histories = llm._engine.call(look)
-    assert not has_work
-    assert not any(histories)
 
 
 def test_a_hundred_cancels_with_the_slot_reused_at_once(llm: LLM, script: MockScript) -> None:
@@ -207,9 +196,14 @@ def test_a_failing_warm_up_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_calls_run_between_steps(llm: LLM) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
     assert llm._engine.call(lambda: threading.current_thread().name) == "cllm-engine"
     with pytest.raises(ZeroDivisionError):
         llm._engine.call(lambda: 1 / 0)
+    with pytest.raises(KeyboardInterrupt):
+        llm._engine.call(interrupted)
     assert text(llm, "after")
     llm.close()
     with pytest.raises(BackendError, match="closed"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from engine_helpers import assert_baseline
 
 from cllm import (
     LLM,
@@ -27,28 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 def llm(script: MockScript) -> Iterator[LLM]:
     with LLM(backend="mock", context_length=256, max_num_seqs=4) as llm:
         yield llm
-        assert_idle(llm)
-
-
-def assert_idle(llm: LLM) -> None:
-    """Slots and cache are back where they were (law 6). Runs on the engine's thread, after all that came before."""
-    done = threading.Event()
-    found: list[Any] = []
-
-    def look() -> None:
-        llm._scheduler.check_integrity()
-        llm._scheduler.clear_cache()
-        llm._engine._executor.apply_operations()
-        found.extend([llm._scheduler.has_work, llm._engine._executor.backend.histories])
-        done.set()
-
-    with llm._engine._wake:
-        llm._engine._inbox.append(look)
-        llm._engine._wake.notify()
-    assert done.wait(5)
-    has_work, histories = found
-    assert not has_work
-    assert not any(histories)
+        assert_baseline(llm)
 
 
 def texts(outputs: list[Any]) -> list[str]:
@@ -150,7 +130,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     for piece in llm.stream("one", SamplingParams(max_tokens=200, ignore_eos=True)):
         assert piece.token_ids
         break
-    assert_idle(llm)
+    assert_baseline(llm)
 
 
 def test_many_threads(llm: LLM) -> None:
