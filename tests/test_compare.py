@@ -343,7 +343,8 @@ def test_backends_on_a_tiny_model(tiny_model: Callable[..., Path]) -> None:
     pytest.importorskip("llama_cpp")
     config = EngineConfig(model=str(tiny_model()), max_num_seqs=1, context_length=128, num_threads=2)
     found = compare(config, dataclasses.replace(config, backend="llama"), [TEXT[:80]], greedy_tokens=4)
-    assert 0 < found.mean_kld < 0.01
+    # 0.0011 on a Zen 4, less than 0.001 on a Zen 3: llama.cpp has other code there. The reference is 0.0033 away.
+    assert 0 < found.mean_kld < 0.002
     assert 0 < found.nmse < 1e-3
     assert found.num_clear_changes == 0
 

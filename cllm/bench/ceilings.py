@@ -25,9 +25,7 @@ class Ceiling(NamedTuple):
     """What the machine could do at one moment."""
 
     read_gb_s: float  # 10^9 bytes a second from memory
-    dot_gops: (
-        float  # 10^9 operations a second (a multiplication and an addition are two) of int8 dot products
-    )
+    dot_gops: float  # 10^9 operations a second of int8 dot products; a multiplication and an addition are two
 
 
 class Ceilings:
