@@ -11,7 +11,8 @@ from server_helpers import serve
 
 from cllm import LLM
 from cllm.bench.ladder.load import Load
-from cllm.bench.ladder.rungs import Rig, Rung, engine_rungs, make_rig
+from cllm.bench.ladder.rig import Rig, Rung, make_rig
+from cllm.bench.ladder.rungs import engine_rungs
 from cllm.bench.ladder.web import web_rungs
 from cllm.server.service import Service
 

@@ -17,7 +17,8 @@ from cllm.batch import BatchManager
 from cllm.bench import ladder, main
 from cllm.bench.ladder.load import PRESETS, Load, full_steps, make_prompts, under_way
 from cllm.bench.ladder.measure import climb
-from cllm.bench.ladder.rungs import Rig, engine_rungs, make_rig
+from cllm.bench.ladder.rig import Rig, make_rig
+from cllm.bench.ladder.rungs import engine_rungs
 from cllm.bench.ladder.web import server_process
 from cllm.bench.load import Client
 from cllm.engine import Engine

@@ -17,7 +17,7 @@ from cllm.bench import ladder
 from cllm.bench.ladder.load import Load, Outcome, Timing
 from cllm.bench.ladder.measure import Climb, climb
 from cllm.bench.ladder.report import format_table, plot, report, sparkline
-from cllm.bench.ladder.rungs import Rung
+from cllm.bench.ladder.rig import Rung
 from cllm.bench.ladder.targets import Target, judge, targets_for
 
 LOAD = Load(num_prompts=10, input_len=4, output_len=10, concurrency=2)

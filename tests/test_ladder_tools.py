@@ -11,7 +11,7 @@ from ladder_helpers import mock_llm
 
 from cllm.bench.ladder.llama_tools import Tools, read_batched_bench, read_llama_bench, tool_rungs
 from cllm.bench.ladder.load import Load
-from cllm.bench.ladder.rungs import make_rig
+from cllm.bench.ladder.rig import make_rig
 from cllm.errors import CLLMError
 
 LOAD = Load(num_prompts=4, input_len=4, output_len=3, concurrency=2)

@@ -91,6 +91,8 @@ LEVELS = [
         "server/draining.py",
         "serve.py",
         "bench/ladder/load.py",
+        "bench/ladder/rig.py",
+        "bench/ladder/full_batches.py",
         "bench/ladder/rungs.py",
         "bench/ladder/measure.py",
         "bench/ladder/targets.py",

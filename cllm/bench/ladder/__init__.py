@@ -33,7 +33,8 @@ from .llama_tools import Tools, tool_rungs
 from .load import PRESETS, Load
 from .measure import Climb, climb
 from .report import format_table, load_plotting, plot, report
-from .rungs import Rig, Rung, engine_rungs, make_rig, recorded_steps
+from .rig import Rig, Rung, make_rig, recorded_steps
+from .rungs import engine_rungs
 from .targets import Target, targets_for
 from .web import HTTP_RUNGS, cllm_serve, web_rungs
 

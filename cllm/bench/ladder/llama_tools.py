@@ -16,7 +16,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...errors import CLLMError
 from .load import Load, Outcome, Timing
-from .rungs import Rig, Rung
+from .rig import Rig, Rung
 from .targets import BATCHED_BENCH, LLAMA_BENCH, LLAMA_SERVER
 from .web import over_http, server_process
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .load import Load, Outcome
-from .rungs import Rung
+from .rig import Rung
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2000

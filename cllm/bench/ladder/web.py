@@ -25,7 +25,7 @@ from ..answers import read_answer
 from ..http import make_bodies
 from ..load import Exchange, ask, closed_loop, open_client
 from .load import Outcome, Timing, under_way
-from .rungs import Rig, Rung
+from .rig import Rig, Rung
 
 HTTP_RUNGS = {8, 9}  # need a server
 PATH = "/v1/completions"
