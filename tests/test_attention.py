@@ -15,6 +15,7 @@ from cllm.kylin.kv_cache import CHUNK, KVCache, to_stored
 
 MAX_NMSE = 1e-12
 SHAPES = [(4, 2, 128), (9, 3, 64), (7, 1, 80)]  # H, K, C
+LAYER = 1  # of three, of which the others stay empty
 
 
 class Filled:
@@ -26,7 +27,7 @@ class Filled:
         rng = np.random.default_rng([heads, width])
         self.kv_heads = kv_heads
         self.cache = KVCache(
-            num_layers=1,
+            num_layers=LAYER + 2,
             num_kv_heads=kv_heads,
             head_width=width,
             num_blocks=9,
@@ -34,7 +35,7 @@ class Filled:
             slot_tokens=96,
             dtype=dtype,
         )
-        self.keys, self.values = self.cache.keys[0], self.cache.values[0]
+        self.keys, self.values = self.cache.keys, self.cache.values
         self.cache.extend(dict(enumerate(self.LENGTHS)))
         self.slots = np.repeat(np.arange(2, dtype=np.int32), self.LENGTHS)
         self.positions = np.concatenate([np.arange(n, dtype=np.int32) for n in self.LENGTHS])
@@ -43,7 +44,15 @@ class Filled:
         self.q = rng.standard_normal((len(self.slots), heads, width)).astype(np.float32)
         for token in range(len(self.slots)):
             attention_simd.store_token(
-                self.k, self.v, self.keys, self.values, self.cache.tables, self.slots, self.positions, token
+                self.k,
+                self.v,
+                self.keys,
+                self.values,
+                LAYER,
+                self.cache.tables,
+                self.slots,
+                self.positions,
+                token,
             )
 
     def attend(self, tokens: Any) -> np.ndarray:
@@ -58,6 +67,7 @@ class Filled:
                     q,
                     self.keys,
                     self.values,
+                    LAYER,
                     self.cache.tables,
                     slots,
                     positions,
@@ -80,6 +90,7 @@ def test_matches_plain(shape: tuple[int, int, int], dtype: str) -> None:
         filled.q,
         filled.keys,
         filled.values,
+        LAYER,
         filled.cache.tables,
         filled.slots,
         filled.positions,
@@ -89,6 +100,8 @@ def test_matches_plain(shape: tuple[int, int, int], dtype: str) -> None:
     )
     z = filled.attend(np.arange(90))
     assert np.square(z - expected).sum() <= MAX_NMSE * np.square(expected).sum()
+    for cache in (filled.keys, filled.values):
+        assert [bool(cache[:, layer].any()) for layer in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,6 +130,7 @@ def test_stored_as_numpy_rounds(dtype: str) -> None:
                 part,
                 filled.keys,
                 filled.values,
+                LAYER,
                 filled.cache.tables,
                 filled.slots,
                 filled.positions,
@@ -129,6 +143,7 @@ def test_stored_as_numpy_rounds(dtype: str) -> None:
             stored,
             filled.keys,
             filled.values,
+            LAYER,
             filled.cache.tables,
             filled.slots,
             filled.positions,
@@ -147,8 +162,8 @@ def test_what_later_positions_hold_does_not_count() -> None:
         (filled.cache.tables[1, 1], slice(4, None)),
     ):
         chunk, number = divmod(int(block), CHUNK)
-        filled.keys[chunk, :, number, :, places] = nan
-        filled.values[chunk, :, number, places] = nan
+        filled.keys[chunk, :, :, number, :, places] = nan
+        filled.values[chunk, :, :, number, places] = nan
     z = filled.attend(np.arange(90))
     assert z[:60].tobytes() == whole[:60].tobytes()
     assert np.isnan(z[60:70]).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ..config import EngineConfig
@@ -31,6 +30,4 @@ def load_backend(config: EngineConfig) -> tuple[Backend, Tokenizer]:
     from .kylin import load_kylin
 
     file = read_gguf(config.model)
-    with ThreadPoolExecutor(1) as beside:  # the weights are repacked meanwhile
-        tokenizer = beside.submit(make_tokenizer, file.metadata)
-        return load_kylin(file, config), tokenizer.result()
+    return load_kylin(file, config), make_tokenizer(file.metadata)

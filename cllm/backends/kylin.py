@@ -47,16 +47,7 @@ class KylinBackend(Backend):
             dtype=config.kv_cache_dtype,
         )
         self._team = Team(config.num_threads or available_cores())
-        # A bar on a terminal where repacking or compiling takes long.
-        with tqdm(
-            delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}"
-        ) as bar:
-
-            def show(stage: str, done: int, total: int) -> None:
-                bar.desc, bar.n, bar.total = stage, done, total
-                bar.refresh()
-
-            self._model = Model(weights, self._cache, self._team, info.context_length, config.kernels, show)
+        self._model = Model(weights, self._cache, self._team, info.context_length, config.kernels)
         description = info.description.replace("kylin,", f"kylin, kernels {self._model.description},", 1)
         self.info = replace(info, description=description)
 
@@ -71,7 +62,17 @@ class KylinBackend(Backend):
         self._cache.truncate(slot, length)
 
     def warm_up(self) -> None:
-        """Runs one token, so that the rest is compiled that loading the model has not."""
+        """Compiles and repacks, and runs one token, so that nothing is left to do for the first step."""
+        # A bar on a terminal where it takes long.
+        with tqdm(
+            delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}"
+        ) as bar:
+
+            def show(stage: str, done: int, total: int) -> None:
+                bar.desc, bar.n, bar.total = stage, done, total
+                bar.refresh()
+
+            self._model.prepare(show)
         zero = np.zeros(1, np.int32)
         self._cache.extend({0: 1})
         self._model.forward(Batch(token_ids=zero, positions=zero, slots=zero, logit_rows=zero))

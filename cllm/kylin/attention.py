@@ -36,13 +36,13 @@ def _overload_stored_value(bits: Any) -> Any:
 
 
 @kernel
-def attend(q, keys, values, tables, slots, positions, out, begin, end):  # type: ignore[no-untyped-def]
+def attend(q, keys, values, layer, tables, slots, positions, out, begin, end):  # type: ignore[no-untyped-def]
     """z for the work items begin <= token * K + kv_head < end.
 
-    q, out float32[T, H, C]; keys [chunks, K, 16, C, 16] and values [chunks, K, 16, 16, C] of one layer;
+    q, out float32[T, H, C]; keys [chunks, layers, K, 16, C, 16]; values [chunks, layers, K, 16, 16, C];
     tables int32[slots, blocks a slot]; slots, positions int32[T]: token t sees positions 0..positions[t].
     """
-    num_kv_heads, width = keys.shape[1], keys.shape[3]
+    num_kv_heads, width = keys.shape[2], keys.shape[4]
     group = q.shape[1] // num_kv_heads
     scale = np.float32(1) / np.sqrt(np.float32(width))
     block_values = np.empty(width * BLOCK, np.float32)
@@ -55,19 +55,19 @@ def attend(q, keys, values, tables, slots, positions, out, begin, end):  # type:
         num_seen = positions[token] + 1
         table = tables[slots[token]]
         heads = q[token, kv_head * group : (kv_head + 1) * group]
-        _score(heads, keys, table, kv_head, num_seen, scale, block_values, scores)
+        _score(heads, keys, layer, table, kv_head, num_seen, scale, block_values, scores)
         for head in range(group):
             _softmax(scores[head], num_seen)
-        _weigh(scores, values, table, kv_head, num_seen, block_values, out[token, kv_head * group :])
+        _weigh(scores, values, layer, table, kv_head, num_seen, block_values, out[token, kv_head * group :])
 
 
 @kernel
-def _score(heads, keys, table, kv_head, num_seen, scale, loaded, scores):  # type: ignore[no-untyped-def]
+def _score(heads, keys, layer, table, kv_head, num_seen, scale, loaded, scores):  # type: ignore[no-untyped-def]
     """scores[h, p] = heads[h] . key of p * scale; a key's channels are added in order. [H/K, C] x [C, 16]."""
     width = heads.shape[1]
     lanes = np.empty(BLOCK, np.float32)
     for place in range((num_seen + BLOCK - 1) // BLOCK):
-        block = keys[table[place] // CHUNK, kv_head, table[place] % CHUNK].reshape(-1)
+        block = keys[table[place] // CHUNK, layer, kv_head, table[place] % CHUNK].reshape(-1)
         for i in range(width * BLOCK):
             loaded[i] = _stored_value(block[i])
         for head in range(heads.shape[0]):
@@ -100,13 +100,13 @@ def _softmax(scores, num_seen):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _weigh(weights, values, table, kv_head, num_seen, loaded, out):  # type: ignore[no-untyped-def]
+def _weigh(weights, values, layer, table, kv_head, num_seen, loaded, out):  # type: ignore[no-untyped-def]
     """out[h] = sum over p of weights[h, p] * value of p, positions in order. [H/K, P] x [P, C]."""
     group, width = weights.shape[0], out.shape[1]
     out[:group] = np.float32(0)
     for start in range(0, num_seen, BLOCK):
         number = table[start // BLOCK]
-        block = values[number // CHUNK, kv_head, number % CHUNK].reshape(-1)
+        block = values[number // CHUNK, layer, kv_head, number % CHUNK].reshape(-1)
         for i in range(width * BLOCK):
             loaded[i] = _stored_value(block[i])
         for head in range(group):
@@ -117,12 +117,12 @@ def _weigh(weights, values, table, kv_head, num_seen, loaded, out):  # type: ign
 
 
 @kernel
-def store(k, v, keys, values, tables, slots, positions):  # type: ignore[no-untyped-def]
-    """Writes k, v [T, K, C], in the cache's type, of each token to its position of one layer's cache."""
+def store(k, v, keys, values, layer, tables, slots, positions):  # type: ignore[no-untyped-def]
+    """Writes k, v [T, K, C], in the cache's type, of each token to its position in the cache of a layer."""
     for token in range(k.shape[0]):
         block = tables[slots[token], positions[token] // BLOCK]
         place = positions[token] % BLOCK
         for head in range(k.shape[1]):
             for channel in range(k.shape[2]):
-                keys[block // CHUNK, head, block % CHUNK, channel, place] = k[token, head, channel]
-                values[block // CHUNK, head, block % CHUNK, place, channel] = v[token, head, channel]
+                keys[block // CHUNK, layer, head, block % CHUNK, channel, place] = k[token, head, channel]
+                values[block // CHUNK, layer, head, block % CHUNK, place, channel] = v[token, head, channel]

@@ -172,13 +172,15 @@ def make_scratch(group, width, longest):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, out):  # type: ignore[no-untyped-def]
+def attend_tile(  # type: ignore[no-untyped-def]
+    q, keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores, out
+):
     """z of the tokens begin <= t < end, which are a tile, for the query heads of one kv-head.
 
-    q, out float32[T, H, C]; keys [chunks, K, 16, C, 16] and values [chunks, K, 16, 16, C] of one layer; tables
+    q, out float32[T, H, C]; keys [chunks, layers, K, 16, C, 16]; values [chunks, layers, K, 16, 16, C]; tables
     int32[slots, blocks a slot]; slots, positions int32[T]; rows, scores from `make_scratch`.
     """
-    group, width = q.shape[1] // keys.shape[1], q.shape[2]
+    group, width = q.shape[1] // keys.shape[2], q.shape[2]
     table = tables[slots[begin]]
     queries, results = rows[0], rows[1]
     num_rows = (end - begin) * group
@@ -188,11 +190,12 @@ def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, 
             queries[row, channel] = q[token, head, channel]
             results[row, channel] = np.float32(0)
     scale = np.float32(1) / np.sqrt(np.float32(width))
-    _score_blocks(queries, num_rows, keys, table, kv_head, positions[end - 1] + 1, scale, scores)
+    _score_blocks(queries, num_rows, keys, layer, table, kv_head, positions[end - 1] + 1, scale, scores)
     for row in range(num_rows):
         # The reciprocal of the sum stands where the query is no longer needed.
         queries[row, 0] = _exponentials(scores[row], positions[begin + row // group] + 1)
-    _weigh_blocks(scores, num_rows, group, values, table, kv_head, positions[begin] + 1, end - begin, results)
+    first_seen = positions[begin] + 1
+    _weigh_blocks(scores, num_rows, group, values, layer, table, kv_head, first_seen, end - begin, results)
     for row in range(num_rows):
         token, head, factor = begin + row // group, kv_head * group + row % group, queries[row, 0]
         for channel in range(width):
@@ -200,19 +203,20 @@ def attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, 
 
 
 @inlined
-def _address(cache, kv_head, block):  # type: ignore[no-untyped-def]
-    """Where a head's part of a block begins, in one layer's keys or values."""
-    place = (block // CHUNK * cache.shape[1] + kv_head) * CHUNK + block % CHUNK
-    return cache.ctypes.data + place * cache.shape[3] * cache.shape[4] * cache.itemsize
+def _address(cache, layer, kv_head, block):  # type: ignore[no-untyped-def]
+    """Where a head's part of a block begins, in the keys or values."""
+    head = (block // CHUNK * cache.shape[1] + layer) * cache.shape[2] + kv_head
+    place = head * CHUNK + block % CHUNK
+    return cache.ctypes.data + place * cache.shape[4] * cache.shape[5] * cache.itemsize
 
 
 @kernel
-def _score_blocks(queries, num_rows, keys, table, kv_head, num_seen, scale, scores):  # type: ignore[no-untyped-def]
+def _score_blocks(queries, num_rows, keys, layer, table, kv_head, num_seen, scale, scores):  # type: ignore[no-untyped-def]
     """Scores of all rows against every block with a position below `num_seen`."""
     width = queries.shape[1]
     q_stride, out_stride = 4 * width, 4 * scores.shape[1]
     for place in range((num_seen + BLOCK - 1) // BLOCK):
-        block = _address(keys, kv_head, table[place])
+        block = _address(keys, layer, kv_head, table[place])
         q, out = queries.ctypes.data, scores.ctypes.data + 4 * BLOCK * place
         left = num_rows
         while left >= _MOST_ROWS:
@@ -254,7 +258,9 @@ def _exponentials(scores, num_seen):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, num_tokens, results):  # type: ignore[no-untyped-def]
+def _weigh_blocks(  # type: ignore[no-untyped-def]
+    scores, num_rows, group, values, layer, table, kv_head, first_seen, num_tokens, results
+):
     """results += weights * values. The first token of the tile sees `first_seen` positions, each later one more.
 
     What only later tokens see is added row by row, so that no row ever multiplies what it must not see.
@@ -262,7 +268,7 @@ def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, n
     width = results.shape[1]
     stride, out_stride = 4 * scores.shape[1], 4 * width
     for start in range(0, first_seen + num_tokens - 1, BLOCK):
-        block = _address(values, kv_head, table[start // BLOCK])
+        block = _address(values, layer, kv_head, table[start // BLOCK])
         shared = max(0, min(BLOCK, first_seen - start))
         weights, out = scores.ctypes.data + 4 * start, results.ctypes.data
         left = num_rows
@@ -290,8 +296,8 @@ def _weigh_blocks(scores, num_rows, group, values, table, kv_head, first_seen, n
 
 
 @kernel
-def store_token(k, v, keys, values, tables, slots, positions, token):  # type: ignore[no-untyped-def]
-    """Writes k, v float32[T, K, C] of one token to its position of one layer's cache."""
+def store_token(k, v, keys, values, layer, tables, slots, positions, token):  # type: ignore[no-untyped-def]
+    """Writes k, v float32[T, K, C] of one token to its position in the cache of a layer."""
     number = tables[slots[token], positions[token] // BLOCK]
     chunk, block = number // CHUNK, number % CHUNK
     place = positions[token] % BLOCK
@@ -299,8 +305,8 @@ def store_token(k, v, keys, values, tables, slots, positions, token):  # type: i
     for head in range(k.shape[1]):
         to_stored(k[token, head], key)
         for channel in range(k.shape[2]):
-            keys[chunk, head, block, channel, place] = key[channel]
-        to_stored(v[token, head], values[chunk, head, block, place])
+            keys[chunk, layer, head, block, channel, place] = key[channel]
+        to_stored(v[token, head], values[chunk, layer, head, block, place])
 
 
 def to_stored(x: Any, out: Any) -> None:

@@ -7,6 +7,7 @@ order of operations is not decided here: a whole step is `step.py`, one at a tim
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,27 +44,38 @@ def can_run_fast(weights: Weights) -> bool:
 
 
 class FastPath:
-    """The fast kernels over one model, one cache and one team, which is enlisted at the first step."""
+    """The fast kernels over one model, one cache and one team, which is enlisted at the first step.
 
-    def __init__(
-        self,
-        weights: Weights,
-        cache: KVCache,
-        team: Team,
-        rope: tuple[Floats, Floats],
-        progress: Progress | None = None,
-    ) -> None:
+    Made, it only asks the system for memory, which comes while the caller does other things; `prepare` does the rest.
+    """
+
+    def __init__(self, weights: Weights, cache: KVCache, team: Team, rope: tuple[Floats, Floats]) -> None:
         self.description = f"SIMD ({host_isa()})"
-        self._weights, self._cache, self._team = weights, cache, team
+        self._weights, self._cache, self._team, self._rope = weights, cache, team, rope
+        self._arena = _make_arena(weights)
+        # Without the GIL. The wait for memory would otherwise be up to half of a start.
+        fresh = (self._arena, cache.keys[:1], cache.values[:1])
+        self._memory = threading.Thread(target=_write_to, args=fresh, name="cllm-kylin-memory", daemon=True)
+        self._memory.start()
+        self._is_ready = self._is_enlisted = False
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compiles and repacks, once; whoever comes first needs it."""
+        if self._is_ready:
+            return
         progress = progress or (lambda stage, done, total: None)
-        _compile_all(weights, progress)
-        self._packed = _pack_all(weights, team, progress)
-        self._program = make_program(weights, self._packed, cache, rope, team.num_threads)
-        self._logits = np.empty((0, self._packed[weights.output.weight].padded_rows), np.float32)
-        self._is_enlisted = False
+        _compile_all(self._weights, progress)
+        self._memory.join()
+        self._packed = _pack_all(self._weights, self._arena, self._team, progress)
+        self._program = make_program(
+            self._weights, self._packed, self._cache, self._rope, self._team.num_threads
+        )
+        self._logits = np.empty((0, self._packed[self._weights.output.weight].padded_rows), np.float32)
+        self._is_ready = True
 
     def forward(self, embeddings: Floats, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
         """Logits float32[R, V] of embeddings float32[T, D]; valid until the next call."""
+        self.prepare()
         if not self._is_enlisted:
             self._team.enlist(step.serve, (self._team.num_threads, *self._program.arguments))
             self._is_enlisted = True
@@ -83,12 +95,14 @@ class FastPath:
 
     def phase_cycles(self) -> dict[str, int]:
         """Cycles of the processor's counter that the first thread spent in each phase, since the model was made."""
+        self.prepare()
         return dict(zip(PHASE_NAMES, self._program.phase_cycles.tolist(), strict=True))
 
     # --- one operation at a time, for a step that hooks look into ---
 
     def linear(self, x: Floats, *layers: Linear) -> list[Floats]:
         """Each layer's product with float32[T, columns]: [T, rows] each."""
+        self.prepare()
         matrices = [self._packed[layer.weight] for layer in layers]
         acts = {kind: round_rows(x, kind) for kind in {matrix.rounding for matrix in matrices}}
         results = []
@@ -107,10 +121,10 @@ class FastPath:
 
     def attend(self, layer: int, q: Floats, k: Floats, v: Floats, slots: Ids, positions: Ids) -> Floats:
         """Stores k and v [T, K, C], then attends: q [T, H, C] -> z [T, H, C]."""
-        keys, values, tables = self._cache.keys[layer], self._cache.values[layer], self._cache.tables
+        keys, values, tables = self._cache.keys, self._cache.values, self._cache.tables
         kv_heads = k.shape[1]
         for token in range(len(q)):
-            attention_simd.store_token(k, v, keys, values, tables, slots, positions, token)
+            attention_simd.store_token(k, v, keys, values, layer, tables, slots, positions, token)
         tiles = np.empty((len(q), 2), np.int32)
         num_tiles = attention_simd.find_tiles(slots, positions, len(q), tiles)
         z = np.empty_like(q)
@@ -120,8 +134,9 @@ class FastPath:
             rows, scores = attention_simd.make_scratch(group, q.shape[2], int(positions.max()) + 1)
             for item in range(first, last):
                 begin, end = tiles[item // kv_heads]
+                kv_head = item % kv_heads
                 attention_simd.attend_tile(
-                    q, keys, values, tables, slots, positions, begin, end, item % kv_heads, rows, scores, z
+                    q, keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores, z
                 )
 
         self._team.run(share, num_tiles * kv_heads)
@@ -152,14 +167,25 @@ def _compile_all(weights: Weights, progress: Progress) -> None:
 # --- repacking ----------------------------------------------------------------------------------------------------
 
 
-def _pack_all(weights: Weights, team: Team, progress: Progress) -> dict[Tensor, PackedMatrix]:
-    """Every matrix in groups, side by side in one arena; the file's pages are given back as they are done."""
-    tensors = [layer.weight for layer in matrices_of(weights)]
-    sizes = [packed_bytes(tensor) for tensor in tensors]
-    arena = np.empty(sum(sizes) + 64, np.uint8)
-    at = -arena.ctypes.data % 64  # all sizes are multiples of 64: no load crosses a cache line
-    packed = {}
-    for tensor, size in zip(tensors, sizes, strict=True):
+def _make_arena(weights: Weights) -> Bytes:
+    """Room for every matrix, on whole cache lines."""
+    num_bytes = sum(packed_bytes(layer.weight) for layer in matrices_of(weights))  # each a multiple of 64
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes]
+
+
+def _write_to(*fresh: NDArray[Any]) -> None:
+    """Zeroes memory that was never used, upon which the system hands it out."""
+    for memory in fresh:
+        memory.fill(0)
+
+
+def _pack_all(weights: Weights, arena: Bytes, team: Team, progress: Progress) -> dict[Tensor, PackedMatrix]:
+    """Every matrix in groups, side by side in the arena; the file's pages are given back as they are done."""
+    packed, at = {}, 0
+    for tensor in (layer.weight for layer in matrices_of(weights)):
+        size = packed_bytes(tensor)
         data = arena[at : at + size].reshape(-(-tensor.shape[0] // _LANES), -1)
         at += size
         piece = max(1, _PACK_BYTES // data.shape[1])

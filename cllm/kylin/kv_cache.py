@@ -3,11 +3,12 @@
 Blocks carry reference counts, so slots that begin alike share memory. Only a slot's last block is ever
 written, and never while another slot shares it. This module knows no tokens and no requests.
 
-    keys    [layer][chunk][kv-head][16 blocks][C][16]   a vector lane is a position: scores need no horizontal sums
-    values  [layer][chunk][kv-head][16 blocks][16][C]   a vector lane is a channel
+    keys    [chunk][layer][kv-head][16 blocks][C][16]   a vector lane is a position: scores need no horizontal sums
+    values  [chunk][layer][kv-head][16 blocks][16][C]   a vector lane is a channel
 
 A slot's blocks follow each other in a chunk where they can, since one head's keys are then one stretch of memory:
-processors fetch a stream ahead by themselves, and at depth that is the speed of attention.
+processors fetch a stream ahead by themselves, and at depth that is the speed of attention. All layers of a chunk
+lie together, so that the first tokens touch few of the large pages that the system must clear.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class KVCache:
         dtype: str = "f16",
     ) -> None:
         element = {"f16": np.uint16, "f32": np.float32}[dtype]
-        pool = (num_layers, -(-num_blocks // CHUNK), num_kv_heads, CHUNK)
+        pool = (-(-num_blocks // CHUNK), num_layers, num_kv_heads, CHUNK)
         # Zeroed: what no position has written yet must not be NaN, since masked lanes are multiplied by 0.
         self.keys = np.zeros((*pool, head_width, BLOCK), element)
         self.values = np.zeros((*pool, BLOCK, head_width), element)
@@ -124,7 +125,7 @@ class KVCache:
         if place < blocks_for(int(self.lengths[slot])):
             old = int(self.tables[slot, place])
             for pool in (self.keys, self.values):
-                pool[:, block // CHUNK, :, block % CHUNK] = pool[:, old // CHUNK, :, old % CHUNK]
+                pool[block // CHUNK, :, :, block % CHUNK] = pool[old // CHUNK, :, :, old % CHUNK]
             self._release(old)
         self.tables[slot, place] = block
 

@@ -43,8 +43,7 @@ class Tokens(Protocol):
 class Model:
     """One model over one cache. `max_positions` bounds the positions of a sequence.
 
-    `kernels`: "auto" for the fast ones where the model's types and the machine have them, or "plain". `progress`
-    is told (stage, done, total) while the fast ones are made ready.
+    `kernels`: "auto" for the fast ones where the model's types and the machine have them, or "plain".
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Model:
         team: Team,
         max_positions: int,
         kernels: str = "auto",
-        progress: Progress | None = None,
     ) -> None:
         self.weights, self.cache, self.team = weights, cache, team
         shape = weights.shape
@@ -65,7 +63,12 @@ class Model:
         self._eps = np.float32(shape.rms_eps)
         self._fast: FastPath | None = None
         if kernels != "plain" and can_run_fast(weights):
-            self._fast = FastPath(weights, cache, team, (self._cos, self._sin), progress)
+            self._fast = FastPath(weights, cache, team, (self._cos, self._sin))
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Makes the fast kernels ready, which the first step else does; `progress` is told (stage, done, total)."""
+        if self._fast:
+            self._fast.prepare(progress)
 
     @property
     def description(self) -> str:
@@ -174,14 +177,14 @@ class Model:
         """Stores k and v, then attends: q [T, H, C] -> z [T, H, C]."""
         if self._fast:
             return self._fast.attend(layer, q, k, v, batch.slots, batch.positions)
-        keys, values, tables = self.cache.keys[layer], self.cache.values[layer], self.cache.tables
+        keys, values, tables = self.cache.keys, self.cache.values, self.cache.tables
         slots, positions = batch.slots, batch.positions
         stored_k, stored_v = to_stored(k, keys), to_stored(v, values)
-        attention.store(stored_k, stored_v, keys, values, tables, slots, positions)
+        attention.store(stored_k, stored_v, keys, values, layer, tables, slots, positions)
         z = np.empty_like(q)
 
         def share(begin: int, end: int) -> None:
-            attention.attend(q, keys, values, tables, slots, positions, z, begin, end)
+            attention.attend(q, keys, values, layer, tables, slots, positions, z, begin, end)
 
         self.team.run(share, len(q) * k.shape[1])
         return z

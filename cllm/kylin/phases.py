@@ -48,17 +48,20 @@ class Field(IntEnum):
     TABLES = 17  # int32[slots, blocks a slot]
     NUM_SLOTS = 18
     SLOT_BLOCKS = 19
-    NUM_CHUNKS = 20
-    X = 21  # float32[N, D], the residual
-    H = 22  # float32[N, D], what norms make of it
-    Q = 23  # float32[N, H, C]
-    K = 24  # float32[N, K, C]
-    V = 25  # float32[N, K, C]
-    Z = 26  # float32[N, H, C]
-    GATE = 27  # float32[N, F]
-    UP = 28  # float32[N, F]
-    Y = 29  # float32[N, D], what is added to the residual
-    ACTS = 30  # for each kind of rounding: uint8[N, bytes]
+    KEYS = 20  # and VALUES: as in kv_cache.py
+    VALUES = 21
+    NUM_CHUNKS = 22
+    NUM_LAYERS = 23
+    X = 24  # float32[N, D], the residual
+    H = 25  # float32[N, D], what norms make of it
+    Q = 26  # float32[N, H, C]
+    K = 27  # float32[N, K, C]
+    V = 28  # float32[N, K, C]
+    Z = 29  # float32[N, H, C]
+    GATE = 30  # float32[N, F]
+    UP = 31  # float32[N, F]
+    Y = 32  # float32[N, D], what is added to the residual
+    ACTS = 33  # for each kind of rounding: uint8[N, bytes]
     ACTS_BYTES = ACTS + NUM_KINDS
     ROUNDINGS = ACTS_BYTES + NUM_KINDS  # for each kind the address of its compiled function, or 0
     END = ROUNDINGS + NUM_KINDS
@@ -90,6 +93,15 @@ def _ints(address):  # type: ignore[no-untyped-def]
 @inlined
 def _floats(address, shape):  # type: ignore[no-untyped-def]
     return carray(pointer(address), shape, np.float32)
+
+
+@inlined
+def _cache(m, dtype):  # type: ignore[no-untyped-def]
+    """Keys and values of all layers."""
+    pool = (m[Field.NUM_CHUNKS], m[Field.NUM_LAYERS], m[Field.KV_HEADS], CHUNK)
+    width = m[Field.HEAD_WIDTH]
+    keys = carray(pointer(m[Field.KEYS]), (*pool, width, BLOCK), dtype)
+    return keys, carray(pointer(m[Field.VALUES]), (*pool, BLOCK, width), dtype)
 
 
 @inlined
@@ -170,7 +182,7 @@ def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
-    Operands: norm of q and of k (0: none), the layer's keys and values. Pieces: tokens.
+    Operands: norm of q and of k (0: none), the layer's number. Pieces: tokens.
     """
     _rope_and_store(m_at, row_at, np.uint16)
 
@@ -192,8 +204,7 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     cos, sin = _floats(m[Field.COS], angles), _floats(m[Field.SIN], angles)
     positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
-    keys = carray(pointer(row[4]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, width, BLOCK), dtype)
-    values = carray(pointer(row[5]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, BLOCK, width), dtype)
+    keys, values = _cache(m, dtype)
     token = _claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         if row[2] != 0:
@@ -207,12 +218,12 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
         else:
             ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
             ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
-        store_token(k, v, keys, values, tables, slots, positions, token)
+        store_token(k, v, keys, values, row[4], tables, slots, positions, token)
         token = _claim(row_at)
 
 
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """Operands: the layer's keys and values."""
+    """Operands: the layer's number."""
     _attend(m_at, row_at, np.uint16)
 
 
@@ -227,8 +238,7 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, z = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.Z], (MAX_TOKENS, heads, width))
-    keys = carray(pointer(row[2]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, width, BLOCK), dtype)
-    values = carray(pointer(row[3]), (m[Field.NUM_CHUNKS], kv_heads, CHUNK, BLOCK, width), dtype)
+    keys, values = _cache(m, dtype)
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
     positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
@@ -241,7 +251,7 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
         # Late tiles see the most positions: they are claimed first, so that the members end together.
         tile, kv_head = m[Field.NUM_TILES] - 1 - item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
-        attend_tile(q, keys, values, tables, slots, positions, begin, end, kv_head, rows, scores, z)
+        attend_tile(q, keys, values, row[2], tables, slots, positions, begin, end, kv_head, rows, scores, z)
         item = _claim(row_at)
 
 

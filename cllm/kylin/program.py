@@ -78,7 +78,7 @@ def make_program(
     matrices = _make_matrices(weights, packed, arrays)
     rows = _Rows(matrices)
     for layer in range(len(weights.blocks)):
-        _add_layer(rows, weights, layer, cache, arrays)
+        _add_layer(rows, weights, layer, arrays, is_f16=cache.keys.dtype == np.uint16)
     last = len(matrices) - 1
     rows.add(phases.norm_logit_rows, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
     rows.add(phases.multiply, "output", rows.matrix(last), 1, Field.NUM_ROWS)
@@ -89,20 +89,18 @@ def make_program(
 
 
 def _add_layer(
-    rows: _Rows, weights: Weights, layer: int, cache: KVCache, arrays: Mapping[str, NDArray[Any]]
+    rows: _Rows, weights: Weights, layer: int, arrays: Mapping[str, NDArray[Any]], *, is_f16: bool
 ) -> None:
     """The phases of one block."""
     block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
-    keys, values = cache.keys[layer], cache.values[layer]
-    is_f16 = keys.dtype == np.uint16
     norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
     store = phases.rope_and_store_f16 if is_f16 else phases.rope_and_store_f32
     attend = phases.attend_f16 if is_f16 else phases.attend_f32
     z_kinds, post_kinds = rows.kinds(first + _OUTPUT, 1), rows.kinds(first + _DOWN, 1)
     rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first + _Q, 3))
     rows.add(phases.multiply, "qkv", rows.matrix(first + _Q), 3, Field.NUM_TOKENS)
-    rows.add(store, "rope", *norms, keys.ctypes.data, values.ctypes.data)
-    rows.add(attend, "attention", keys.ctypes.data, values.ctypes.data)
+    rows.add(store, "rope", *norms, layer)
+    rows.add(attend, "attention", layer)
     rows.add(phases.round_only, "norm", arrays["Z"].ctypes.data, shape.num_heads * shape.head_width, z_kinds)
     rows.add(phases.multiply_and_add, "attn_output", rows.matrix(first + _OUTPUT))
     rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(first + _GATE, 2))
@@ -180,7 +178,10 @@ def _make_fields(
         Field.TABLES: cache.tables.ctypes.data,
         Field.NUM_SLOTS: cache.tables.shape[0],
         Field.SLOT_BLOCKS: cache.tables.shape[1],
-        Field.NUM_CHUNKS: cache.keys.shape[1],
+        Field.KEYS: cache.keys.ctypes.data,
+        Field.VALUES: cache.values.ctypes.data,
+        Field.NUM_CHUNKS: cache.keys.shape[0],
+        Field.NUM_LAYERS: cache.keys.shape[1],
     }
     for field, number in numbers.items():
         fields[field] = number

@@ -37,8 +37,10 @@ class Team:
         self._inboxes: list[SimpleQueue[_Work | None]] = []
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self.state = np.zeros(_SEMAPHORES + _LINE * num_threads, np.int64)
+        self._helpers: list[threading.Thread] = []
         self._members: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end_threads, self.state, self._members, self._inboxes)
+        threads = (self._inboxes, self._helpers, self._members)
+        self._end = weakref.finalize(self, _end_threads, self.state, *threads)
 
     def run(self, work: Callable[[int, int], None], num_items: int) -> None:
         """Calls `work(begin, end)` over ranges that together cover `range(num_items)`; returns when all are done.
@@ -67,7 +69,9 @@ class Team:
             inbox: SimpleQueue[_Work | None] = SimpleQueue()
             self._inboxes.append(inbox)
             name = f"cllm-kylin-helper-{number}"
-            threading.Thread(target=_help, args=(inbox, self._done), name=name, daemon=True).start()
+            helper = threading.Thread(target=_help, args=(inbox, self._done), name=name, daemon=True)
+            self._helpers.append(helper)
+            helper.start()
 
     def enlist(self, serve: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Starts `serve(state, member, *arguments)` for the members 1, 2, .. of the team, once.
@@ -103,14 +107,18 @@ def _help(inbox: SimpleQueue[_Work | None], done: SimpleQueue[BaseException | No
 
 
 def _end_threads(
-    state: NDArray[np.int64], members: list[threading.Thread], inboxes: list[SimpleQueue[_Work | None]]
+    state: NDArray[np.int64],
+    inboxes: list[SimpleQueue[_Work | None]],
+    helpers: list[threading.Thread],
+    members: list[threading.Thread],
 ) -> None:
     for inbox in inboxes:
         inbox.put(None)
     if members:
         state[_STOP] = 1
         begin_step(state, len(members) + 1)
-        for thread in members:
+    for thread in [*helpers, *members]:
+        if thread is not threading.current_thread():  # on which the last reference to the team may have gone
             thread.join()
 
 
