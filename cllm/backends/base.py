@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -86,35 +85,38 @@ class Backend(ABC):
         """Gives memory and threads back. Nothing may be called afterwards."""
 
 
-def count_new_tokens(
-    batch: Batch, lengths: Sequence[int] | NDArray[np.int32], info: BackendInfo
-) -> dict[int, int]:
-    """{slot: tokens that the batch adds}, after checking the batch against the slots' `lengths`.
+def count_new_tokens(batch: Batch, lengths: NDArray[np.int32], info: BackendInfo) -> dict[int, int]:
+    """{slot: tokens that the batch adds}, after checking the batch against `lengths` int32[num_slots].
 
     Raises `BackendError`, before anything has changed, where a slot or token id does not exist, positions do
     not continue where their slot stands, or a row of logits does not exist.
     """
-    expected: dict[int, int] = {}
-    for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
+    ids, rows, slots, positions = batch.token_ids, batch.logit_rows, batch.slots, batch.positions
+    if len(rows) > info.max_logit_rows or (len(rows) and not (rows.min() >= 0 and rows.max() < len(ids))):
+        raise BackendError("a row of logits is asked for that does not exist", nothing_changed=True)
+    if not len(ids):
+        return {}
+    for slot in (int(slots.min()), int(slots.max())):
         if not 0 <= slot < info.num_slots:
             raise BackendError(
                 f"slot {slot} does not exist: there are {info.num_slots}", nothing_changed=True
             )
-        due = expected.get(slot)
-        if due is None:
-            due = int(lengths[slot])
-        if position != due:
-            raise BackendError(
-                f"slot {slot} stands at position {due}, the batch continues at {position}",
-                nothing_changed=True,
-            )
-        expected[slot] = due + 1
-    ids, rows = batch.token_ids, batch.logit_rows
-    if len(ids) and not (ids.min() >= 0 and ids.max() < info.vocab_size):
+    counts = np.bincount(slots, minlength=info.num_slots)
+    due = lengths[slots]
+    if counts.max() > 1:  # behind the tokens of the same slot that come before
+        order = slots.argsort(kind="stable")
+        due[order] += np.arange(len(slots)) - (counts.cumsum() - counts)[slots[order]]
+    is_wrong = positions != due
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        raise BackendError(
+            f"slot {slots[at]} stands at position {due[at]}, the batch continues at {positions[at]}",
+            nothing_changed=True,
+        )
+    if not (ids.min() >= 0 and ids.max() < info.vocab_size):
         raise BackendError(f"a token id is outside the vocabulary of {info.vocab_size}", nothing_changed=True)
-    if len(rows) > info.max_logit_rows or (len(rows) and not (rows.min() >= 0 and rows.max() < len(ids))):
-        raise BackendError("a row of logits is asked for that does not exist", nothing_changed=True)
-    return {slot: end - int(lengths[slot]) for slot, end in expected.items()}
+    used = counts.nonzero()[0]
+    return dict(zip(used.tolist(), counts[used].tolist(), strict=True))
 
 
 class HistoryBackend(Backend):
@@ -161,11 +163,10 @@ class _HistoryStep:
 
     def logits(self) -> Floats:
         batch, backend = self.batch, self.backend
-        out = np.empty((len(batch.logit_rows), backend.info.vocab_size), np.float32)
-        rows_of: defaultdict[int, list[int]] = defaultdict(list)
-        positions = batch.positions[batch.logit_rows].tolist()
-        for row, slot in enumerate(batch.slots[batch.logit_rows].tolist()):
-            rows_of[slot].append(row)
-        for slot, rows in rows_of.items():
-            out[rows] = backend.history_logits(backend.histories[slot], [positions[row] for row in rows])
-        return out
+        slots, positions = batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist()
+        parts, start = [np.empty((0, backend.info.vocab_size), np.float32)], 0
+        for slot, rows in groupby(slots):
+            end = start + len(list(rows))
+            parts.append(backend.history_logits(backend.histories[slot], positions[start:end]))
+            start = end
+        return np.concatenate(parts)

@@ -106,11 +106,12 @@ class MockBackend(HistoryBackend):
         return value >> 7
 
     def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
-        mixed = [self._mix(token_ids, position + 1) for position in positions]
-        rows: Floats = self._noise[[value % len(self._noise) for value in mixed]]
-        for row, value, position in zip(rows, mixed, positions, strict=True):
-            row[self._next_token(value, position + 1)] += 8
-        return rows
+        rows = []
+        for position in positions:
+            mixed = self._mix(token_ids, position + 1)
+            rows.append(row := self._noise[mixed % len(self._noise)].copy())
+            row[self._next_token(mixed, position + 1)] += 8
+        return np.array(rows)
 
     def launch(self, batch: Batch) -> Step:
         number, self.num_steps = self.num_steps, self.num_steps + 1
