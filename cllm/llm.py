@@ -180,7 +180,9 @@ class LLM:
         # A bar on a terminal, where it takes long.
         with tqdm(total=len(checked), unit="prompt", delay=1, disable=None if use_tqdm else True) as bar:
             try:
-                submit(self.config.max_queue)
+                num_first = min(self.config.max_num_seqs, self.config.max_queue)
+                submit(num_first)  # the others are made while these are computed
+                submit(self.config.max_queue - num_first)
                 while places:
                     finished = inbox.get()
                     for output in finished:
@@ -205,9 +207,11 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts, but {len(each)} sampling_params", field="sampling_params"
             )
-        checked = []
+        checked: list[_Checked] = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
+                if not checked or one is not each[index - 1]:
+                    self._sampler(one, [], 0)  # whatever it refuses, the prompt plays no part
                 checked.append(self._check(prompt, one))
             except InvalidRequestError as error:
                 if len(prompts) > 1:
@@ -265,10 +269,9 @@ class LLM:
         self.close()
 
     def _check(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> _Checked:
-        """Everything that can be wrong with a request is found here. Raises `InvalidRequestError`."""
+        """All that can be wrong with a request, but for what `_sampler` refuses. Raises `InvalidRequestError`."""
         text, token_ids = self._read_prompt(prompt)
         self._check_length(len(token_ids))
-        self._sampler(params, token_ids, 0)
         room = self.info.context_length - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         need, capacity = len(token_ids) + max_tokens, self.info.kv_capacity

@@ -195,19 +195,22 @@ def sample_rows(
 
     `argmax`: the place of the largest logit of each row, as `np.argmax` finds it.
     """
-    limit = min([sampler.takes_best_below for sampler in samplers], default=0)
-    if limit:
-        best_ids = logits.argmax(axis=1) if argmax is None else argmax(logits)
-        best = logits[np.arange(len(logits)), best_ids]  # NaN where there is one in the row
-        if best_ids.max() < limit and np.isfinite(best).all():
-            return [Sampled(token_id) for token_id in best_ids.tolist()]
-    results: list[Sampled | BackendError] = []
-    for row, sampler in zip(logits, samplers, strict=True):
-        try:
-            results.append(sampler.sample(row))
-        except BackendError as error:
-            results.append(error)
+    limits = [sampler.takes_best_below for sampler in samplers]
+    if not min(limits, default=0):
+        return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
+    best_ids = logits.argmax(axis=1) if argmax is None else argmax(logits)
+    best = logits[np.arange(len(logits)), best_ids]  # NaN where there is one in the row
+    results: list[Sampled | BackendError] = [Sampled(token_id) for token_id in best_ids.tolist()]
+    for index in np.flatnonzero((best_ids >= limits) | ~np.isfinite(best)).tolist():
+        results[index] = _sample_row(logits[index], samplers[index])
     return results
+
+
+def _sample_row(row: Row, sampler: TokenSampler) -> Sampled | BackendError:
+    try:
+        return sampler.sample(row)
+    except BackendError as error:
+        return error
 
 
 def keep_only(row: Row, token_ids: Ids) -> Row:
@@ -293,7 +296,7 @@ def _rank(row: Row, token_id: int) -> int:
 
 def _sorted_ids(token_ids: ArrayLike) -> Ids:
     ids = np.asarray(token_ids, np.int64)
-    return np.unique(ids) if len(ids) else _NO_IDS
+    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
 
 
 def _contains(sorted_ids: Ids, token_id: int) -> bool:

@@ -24,6 +24,7 @@ from cllm import LLM, ConfigError, EngineConfig, ModelFileError, SamplingParams,
 from cllm.backends import llama, load_backend
 from cllm.backends.base import Backend
 from cllm.backends.llama import LlamaBackend
+from cllm.backends.llama_anchor import STEPS
 from cllm.backends.llama_library import free_gpu_memory, load_library
 from cllm.backends.llama_tokenizer import LlamaTokenizer
 from cllm.config import KV_CACHE_DTYPES
@@ -154,6 +155,39 @@ def test_the_way_of_a_gpu_gives_the_same_answers(
             )
             llm._scheduler.check_integrity()
     assert answers[0] == answers[1]
+
+
+def test_the_anchor_holds_the_top_of_the_cache(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cell stays used when all slots are empty; it goes when it is needed or has long been far above the rest."""
+    monkeypatch.setattr(llama, "_num_gpu_layers", lambda config: -1)  # as on a GPU
+    backend = load(tiny_model("qwen3", "q4_k_m"), "llama")
+    assert isinstance(backend, LlamaBackend)
+    context, sequence = backend._context, backend.info.num_slots
+
+    def held() -> int:
+        return int(context._library.llama_memory_seq_pos_max(context._memory, sequence))
+
+    expected = run(backend, (0, 0, IDS[:30]))
+    run(backend, (1, 0, IDS[:100]))
+    assert held() == -1
+    backend.free(1)
+    backend.free(0)
+    assert held() == 99  # of the first, when the most was in use
+    assert np.array_equal(run(backend, (0, 0, IDS[:30])), expected)
+    for _ in range(STEPS - 1):
+        assert held() == 99
+        backend.truncate(0, 29)
+        run(backend, (0, 29, IDS[29:30]))
+    assert held() == -1
+
+    backend.truncate(0, 20)
+    assert held() == 29
+    assert backend.info.kv_capacity == 256  # all of it can be had
+    run(backend, (0, 20, IDS[20:256]))
+    assert held() == -1
+    backend.close()
 
 
 class FakeCodes:

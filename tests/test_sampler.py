@@ -345,6 +345,14 @@ def test_non_finite_logits_fail_their_own_row_only(bad: float, at: int, params: 
     assert samplers[1].sample(logits[1]) == expected[1]  # the failure took nothing from the stream
 
 
+def test_a_best_id_that_is_unused_changes_its_own_row_only() -> None:
+    logits = np.random.default_rng(1).standard_normal((3, 600)).astype(np.float32)
+    best = logits[:, :599].argmax(axis=1).tolist()
+    logits[1, 599] = 9
+    samplers = [make_sampler(600, temperature=0, unused=unused) for unused in ([599], [599], [])]
+    assert sample_rows(logits, samplers) == [Sampled(token_id) for token_id in best]
+
+
 def test_rows_with_nothing_to_sample_fail() -> None:
     samplers = [
         make_sampler(3, seed=1),

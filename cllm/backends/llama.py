@@ -30,6 +30,7 @@ from ..machine import available_cores, available_memory
 from ..row_argmax import RowArgmax
 from ..tokenizer import Tokenizer, is_supported, make_tokenizer
 from .base import Backend, BackendInfo, Floats, Step, count_new_tokens
+from .llama_anchor import Anchor
 from .llama_context import CELLS, LlamaContext
 from .llama_library import LlamaModel, free_gpu_memory, load_library
 from .llama_tokenizer import LlamaTokenizer
@@ -66,33 +67,41 @@ class LlamaBackend(Backend):
 
     def __init__(self, file: GGUFFile, config: EngineConfig) -> None:
         num_gpu_layers = _num_gpu_layers(config)
+        num_cores = config.num_threads or available_cores()
         self._model = LlamaModel(config.model, num_gpu_layers=num_gpu_layers)
         encoder = ModelFileError("expected a model that generates text, found an encoder", path=config.model)
         if load_library().llama_model_has_encoder(self._model.pointer):
             raise encoder
-        info = _info(file, config, self._model, num_gpu_layers)
+        is_all_on_gpu = not 0 <= num_gpu_layers <= load_library().llama_model_n_layer(self._model.pointer)
+        # What is left for the CPU, a look at a table, is done before more threads have met at a barrier.
+        num_threads = config.num_threads or (1 if is_all_on_gpu else num_cores)
+        info = _info(file, config, self._model, num_gpu_layers, num_threads)
         self._context = LlamaContext(
             self._model,
             num_tokens=info.kv_capacity,
-            num_slots=info.num_slots,
+            num_slots=info.num_slots + info.launches_early,  # one for the anchor
             batch_tokens=info.max_num_batched_tokens,
-            max_outputs=info.max_logit_rows,
-            num_threads=config.num_threads or available_cores(),
+            max_outputs=info.max_logit_rows + info.launches_early,  # llama.cpp insists on one a sequence
+            num_threads=num_threads,
             kv_dtype=config.kv_cache_dtype,
         )
         if not self._context.has_memory:
             raise encoder
         self.info = replace(info, can_truncate=self._context.can_truncate())
         self._lengths = np.zeros(info.num_slots, np.int32)
+        self._anchor: Anchor | None = None
+        if info.launches_early and self.info.can_truncate:
+            self._anchor = Anchor(self._context, info.num_slots)
         self._argmax: RowArgmax | None = None
         if info.launches_early:  # with steps of a few milliseconds, what one thread needs for it counts
-            num_threads = min(max(1, (config.num_threads or available_cores()) // 2), MAX_ARGMAX_THREADS)
+            num_threads = min(max(1, num_cores // 2), MAX_ARGMAX_THREADS)
             self._argmax = RowArgmax(num_threads, info.max_logit_rows, info.vocab_size)
 
     def launch(self, batch: Batch) -> Step:
-        step = _LlamaStep(
-            self._context, batch, self._lengths, count_new_tokens(batch, self._lengths, self.info)
-        )
+        new = count_new_tokens(batch, self._lengths, self.info)
+        if self._anchor is not None:
+            self._anchor.before_step(int(self._lengths.sum()) + len(batch.token_ids))
+        step = _LlamaStep(self._context, batch, self._lengths, new)
         if self.info.launches_early:
             step.start()
         return step
@@ -115,6 +124,8 @@ class LlamaBackend(Backend):
     def truncate(self, slot: int, length: int) -> None:
         self._check_slots(slot)
         have = int(self._lengths[slot])
+        if self._anchor is not None and length < have:
+            self._anchor.before_removal(slot, have, int(self._lengths.sum()))
         # Also where nothing is counted: a failed step may have left tokens behind.
         if not 0 <= length <= have or not self._context.remove(slot, length):
             raise BackendError(f"cannot truncate slot {slot} of {have} tokens to {length}")
@@ -188,7 +199,7 @@ class _LlamaStep:
 def _check_config(config: EngineConfig) -> None:
     """Raises `ConfigError` for what this build of llama.cpp cannot do."""
     library = load_library()
-    most = library.llama_max_parallel_sequences()
+    most = library.llama_max_parallel_sequences() - bool(_num_gpu_layers(config))  # one for the anchor
     if config.max_num_seqs > most:
         raise ConfigError(f"llama.cpp runs at most {most} sequences at once", field="max_num_seqs")
     if config.num_gpu_layers and not library.llama_supports_gpu_offload():
@@ -229,7 +240,9 @@ def _num_gpu_layers(config: EngineConfig) -> int:
     return -1 if load_library().llama_supports_gpu_offload() else 0
 
 
-def _info(file: GGUFFile, config: EngineConfig, model: LlamaModel, num_gpu_layers: int) -> BackendInfo:
+def _info(
+    file: GGUFFile, config: EngineConfig, model: LlamaModel, num_gpu_layers: int, num_threads: int
+) -> BackendInfo:
     """What is chosen before there is a context."""
     library = load_library()
     trained = library.llama_model_n_ctx_train(model.pointer)
@@ -245,17 +258,17 @@ def _info(file: GGUFFile, config: EngineConfig, model: LlamaModel, num_gpu_layer
         vocab_size=library.llama_vocab_n_tokens(model.vocab),
         trained_context=trained,
         context_length=context,
-        num_slots=config.num_slots(),
+        num_slots=min(config.num_slots(), library.llama_max_parallel_sequences() - bool(num_gpu_layers)),
         kv_capacity=capacity,
         kv_block=1,
         max_num_batched_tokens=config.batched_tokens(2048 if num_gpu_layers else 512),
-        max_logit_rows=max(MAX_LOGIT_ROWS, config.num_slots()),  # llama.cpp insists on one a sequence
+        max_logit_rows=max(MAX_LOGIT_ROWS, config.num_slots()),
         max_idle_tokens=max(context, IDLE_TOKENS),
         can_truncate=False,  # known when there is a context
         # On a CPU `llama_decode` is the work itself, so it waits for logits().
         launches_early=num_gpu_layers != 0,
         description=f"llama.cpp (llama-cpp-python {library.__version__}), "
-        f"{config.num_threads or available_cores()} threads, "
+        f"{num_threads} threads, "
         f"{'all' if num_gpu_layers == -1 else num_gpu_layers} layers on the GPU, KV cache of {capacity} tokens "
         f"({capacity * bytes_a_token / 2**20:.0f} MiB, {config.kv_cache_dtype})",
     )

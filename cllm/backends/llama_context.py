@@ -112,9 +112,9 @@ class LlamaContext:
             raise BackendError(f"llama.cpp has no logits: {log.reason()}")
         return np.ctypeslib.as_array(first, (len(rows), self._vocab_size))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Sequence `target` begins as the first `length` tokens of `source`, in the same cells."""
-        self._library.llama_memory_seq_cp(self._memory, source, target, 0, length)
+    def copy(self, source: int, target: int, end: int, start: int = 0) -> None:
+        """Sequence `target` has the tokens start <= position < end of `source`, in the same cells."""
+        self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, slot: int, start: int) -> bool:
         """Drops the tokens of a sequence from `start` on; False where the model cannot."""
