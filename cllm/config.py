@@ -77,6 +77,8 @@ class EngineConfig:
 
     def num_slots(self) -> int:
         """Slots of the backend: those of running sequences, and more for prefixes that are kept."""
+        if not self.enable_prefix_caching:
+            return self.max_num_seqs
         return max(self.max_num_seqs, min(4 * self.max_num_seqs, 256))  # 256 is llama.cpp's limit
 
     def batched_tokens(self, default: int = 512) -> int:
