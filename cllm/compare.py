@@ -43,7 +43,7 @@ from .comparison import (
 )
 from .config import EngineConfig
 from .errors import BackendError, ConfigError, InvalidRequestError
-from .llm import Prompt
+from .request_maker import Prompt
 
 _CONTEXT_CHARS = 40  # of the text shown before a token that differs
 

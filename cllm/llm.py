@@ -6,38 +6,24 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
-from .answer_text import AnswerText
 from .backends import load_backend
 from .batch import BatchManager
 from .chat import ChatPrompt, ChatTemplate
 from .config import EngineConfig, make_config
 from .engine import Engine
-from .errors import ContextLengthError, InvalidRequestError
 from .executor import Executor, make_scheduler
 from .outputs import RequestOutput, StreamPiece
 from .params import SamplingParams
-from .reasoning import ReasoningSplitter
+from .request_maker import Prompt, RequestMaker
 from .sampler import TokenSampler
 from .sequence import Request
-from .sequence import Sequence as Answer
 
-Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-class _Checked(NamedTuple):
-    """A prompt that nothing is wrong with, and its parameters."""
-
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    is_chat: bool
 
 
 class LLM:
@@ -67,7 +53,7 @@ class LLM:
             self._engine.close()
             raise
         self._template = ChatTemplate(self.tokenizer)
-        self._ids = itertools.count()
+        self._requests = RequestMaker(self.tokenizer, info, self._scheduler.fits)
 
     def generate(
         self,
@@ -140,7 +126,7 @@ class LLM:
         `StreamPiece`s as they are made where `streaming`, else with one `RequestOutput`. It must return at once.
         Raises `InvalidRequestError`.
         """
-        return self._request(self._check(prompt, params), deliver, streaming=streaming)
+        return self._requests.make(self._requests.check(prompt, params), deliver, streaming=streaming)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests of `make_request`, all or none. Raises `QueueFullError`, or `BackendError` where none is
@@ -162,7 +148,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Has as many requests under way as the queue takes, and waits for all. Only those hold more than ids."""
-        checked = self._check_all(prompts, sampling_params or SamplingParams())
+        checked = self._requests.check_all(prompts, sampling_params or SamplingParams())
         inbox: SimpleQueue[list[RequestOutput]] = SimpleQueue()
         outputs: list[RequestOutput | None] = [None] * len(checked)
         places: dict[str, int] = {}  # of the requests under way, by id
@@ -171,7 +157,7 @@ class LLM:
         def submit(count: int) -> None:
             requests = []
             for place, one in itertools.islice(waiting, count):
-                requests.append(self._request(one, inbox.put))
+                requests.append(self._requests.make(one, inbox.put))
                 places[requests[-1].request_id] = place
             if requests:
                 self._engine.submit(requests)
@@ -196,28 +182,6 @@ class LLM:
             finally:
                 self._engine.cancel(list(places))
         return [output for output in outputs if output is not None]
-
-    def _check_all(
-        self,
-        prompts: Sequence[Prompt | ChatPrompt],
-        params: SamplingParams | Sequence[SamplingParams],
-    ) -> list[_Checked]:
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts, but {len(each)} sampling_params", field="sampling_params"
-            )
-        checked: list[_Checked] = []
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                if not checked or one is not each[index - 1]:
-                    self._sampler(one, [], 0)  # whatever it refuses, the prompt plays no part
-                checked.append(self._check(prompt, one))
-            except InvalidRequestError as error:
-                if len(prompts) > 1:
-                    error.args = (f"prompt {index}: {error}",)
-                raise
-        return checked
 
     def _pieces(self, request: Request, inbox: SimpleQueue[list[StreamPiece]]) -> Iterator[StreamPiece]:
         num_open = len(request.sequences)
@@ -267,88 +231,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> _Checked:
-        """All that can be wrong with a request, but for what `_sampler` refuses. Raises `InvalidRequestError`."""
-        text, token_ids = self._read_prompt(prompt)
-        self._check_length(len(token_ids))
-        room = self.info.context_length - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        need, capacity = len(token_ids) + max_tokens, self.info.kv_capacity
-        if not self._scheduler.fits(need):
-            raise InvalidRequestError(
-                f"prompt ({len(token_ids)} tokens) and max_tokens ({max_tokens}) need {need} tokens of KV cache; "
-                f"it holds {capacity}. Raise kv_cache_tokens or lower max_tokens",
-                field="max_tokens",
-            )
-        return _Checked(text, token_ids, params, max_tokens, isinstance(prompt, ChatPrompt))
-
-    def _request(
-        self, checked: _Checked, deliver: Callable[[list[Any]], None], *, streaming: bool = False
-    ) -> Request:
-        text, token_ids, params, max_tokens, is_chat = checked
-        request = Request(
-            request_id=str(next(self._ids)),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            deliver=deliver,
-            streaming=streaming,
-            is_chat=is_chat,
-        )
-        for index in range(params.n):
-            answer_text = AnswerText(
-                self.tokenizer,
-                stop=params.stop or (),
-                include_stop=params.include_stop_str_in_output,
-                skip_special=params.skip_special_tokens,
-                splitter=ReasoningSplitter(self.tokenizer, token_ids) if is_chat else None,
-            )
-            Answer(
-                request,
-                index,
-                sampler=self._sampler(params, token_ids, index),
-                text=answer_text,
-                eog_ids=self.tokenizer.eog_ids,
-                max_tokens=max_tokens,
-            )
-        return request
-
-    def _sampler(self, params: SamplingParams, prompt_ids: list[int], index: int) -> TokenSampler:
-        return TokenSampler(
-            params,
-            prompt_token_ids=prompt_ids,
-            vocab_size=self.info.vocab_size,
-            unused_ids=self.tokenizer.unused_ids,
-            eog_ids=self.tokenizer.eog_ids,
-            index=index,
-        )
-
-    def _read_prompt(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, ChatPrompt):
-            return prompt.text, prompt.token_ids
-        if isinstance(prompt, str):
-            return prompt, self.encode(prompt)
-        try:
-            token_ids = list(prompt)
-        except TypeError:
-            kind = type(prompt).__name__
-            raise InvalidRequestError(
-                f"a prompt is a text or a list of token ids; found {kind}", field="prompt"
-            ) from None
-        self.tokenizer.check_ids(token_ids)
-        return None, [int(token_id) for token_id in token_ids]
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens == 0:
-            raise InvalidRequestError("the prompt is empty: it needs at least one token", field="prompt")
-        if num_tokens >= self.info.context_length:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens; the context holds {self.info.context_length}, and at least one "
-                f"is needed for the answer",
-                num_tokens=num_tokens,
-                limit=self.info.context_length,
-            )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -146,9 +146,9 @@ def _kernels(weights: Weights) -> str:
     """What `kernels="auto"` means for these weights on this machine."""
     # Imported here, since it loads numba.
     from .kylin.fast import can_run_fast
+    from .kylin.isa import host_isa
     from .kylin.matmul import is_fast
     from .kylin.program import matrices_of
-    from .kylin.simd import host_isa
 
     if can_run_fast(weights):
         return f"SIMD ({host_isa()})"

@@ -23,6 +23,7 @@ from cllm.bench.ladder.web import server_process
 from cllm.bench.load import Client
 from cllm.engine import Engine
 from cllm.errors import CLLMError
+from cllm.request_maker import RequestMaker
 from cllm.scheduler import Scheduler
 
 ALONE = Load(num_prompts=3, input_len=5, output_len=8, concurrency=1)
@@ -35,7 +36,7 @@ LAYERS: list[tuple[int, Any, str, bool]] = [
     (3, sys.modules["cllm.executor"], "sample_rows", True),
     (4, Scheduler, "schedule", True),
     (5, Engine, "_expire", True),
-    (6, LLM, "_request", False),
+    (6, RequestMaker, "make", False),
     (7, "cllm.server.openai", "read_prompts", False),
     (8, Client, "send", False),
     (9, "cllm.server.openai", "stream", False),

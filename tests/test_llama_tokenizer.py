@@ -29,7 +29,8 @@ pytest.importorskip("llama_cpp")
 from cllm.backends.llama_tokenizer import MAX_RUN_CHARS, LlamaTokenizer
 from cllm.errors import InvalidRequestError, ModelFileError
 from cllm.kylin.gguf import read_gguf
-from cllm.tokenizer import StreamDecoder, Tokenizer, is_supported, make_tokenizer
+from cllm.tokenizer import StreamDecoder, Tokenizer, make_tokenizer
+from cllm.vocabulary import is_supported
 
 ODD_TEXTS = [
     "",

@@ -199,7 +199,7 @@ def test_thousands_of_prompts_are_under_way_a_few_at_a_time(
     """Choices do not count as waiting requests, and what waits for its turn holds no more than its ids."""
     with LLM(backend="mock", max_num_seqs=4, max_queue=8, kv_cache_tokens=4096) as llm:
         made, ended, most = 0, 0, 0
-        make, output = llm._request, Request.output
+        make, output = llm._requests.make, Request.output
 
         def counted(*args: Any, **kwargs: Any) -> Request:
             nonlocal made, most
@@ -212,7 +212,7 @@ def test_thousands_of_prompts_are_under_way_a_few_at_a_time(
             ended += 1
             return output(request)
 
-        monkeypatch.setattr(llm, "_request", counted)
+        monkeypatch.setattr(llm._requests, "make", counted)
         monkeypatch.setattr(Request, "output", counted_output)
         params = SamplingParams(n=3, temperature=0, max_tokens=2, ignore_eos=True)
         outputs = llm.generate([f"prompt {i}" for i in range(2000)], params, use_tqdm=False)

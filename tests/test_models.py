@@ -19,7 +19,7 @@ from tiny_models import FFN, LAYERS, WIDTH, tiny_metadata, tiny_tensors, write_t
 from cllm import LLM, EngineConfig, ModelFileError, SamplingParams
 from cllm.comparison import Limits
 from cllm.hub import model_path
-from cllm.kylin.simd import host_isa
+from cllm.kylin.isa import host_isa
 from cllm.models import inspect, main
 
 Run = Callable[..., Done]

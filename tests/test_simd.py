@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from llvmlite import ir
 from native_code import assembly_for, compile_here
 
 from cllm.errors import ConfigError
-from cllm.kylin import simd
-from cllm.kylin.simd import I64, Emitter, host_isa, start_function
+from cllm.kylin.isa import host_isa, usable_isas
+from cllm.kylin.simd import I64, Emitter, start_function
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
-RUNS_HERE = [
-    isa for isa in simd.ISAS if all(llvm.get_host_cpu_features().get(f) for f in simd._REQUIRED[isa])
-]
+RUNS_HERE = usable_isas()
 HERE = pytest.mark.parametrize("isa", RUNS_HERE)
 rng = np.random.default_rng(0)
 

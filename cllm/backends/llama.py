@@ -28,7 +28,8 @@ from ..errors import BackendError, ConfigError, ModelFileError
 from ..kylin.gguf import GGUFFile, read_gguf
 from ..machine import available_cores, available_memory
 from ..row_argmax import RowArgmax
-from ..tokenizer import Tokenizer, is_supported, make_tokenizer
+from ..tokenizer import Tokenizer, make_tokenizer
+from ..vocabulary import is_supported
 from .base import Backend, BackendInfo, Floats, Step, count_new_tokens
 from .llama_anchor import Anchor
 from .llama_context import CELLS, LlamaContext

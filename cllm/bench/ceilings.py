@@ -14,8 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..kylin.isa import host_isa
 from ..kylin.jit import kernel
-from ..kylin.simd import I64, Emitter, host_isa
+from ..kylin.simd import I64, Emitter
 
 _CHAINS = 10  # independent sums: enough to hide the latency of a dot product, few enough for the registers
 _DOTS_A_CALL = 1 << 20

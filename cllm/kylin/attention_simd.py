@@ -18,11 +18,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import overload
 
+from .isa import host_isa
 from .jit import inlined, intrinsic, kernel
 from .kv_cache import BLOCK, CHUNK
 from .ops import exp32, sum_lanes
 from .ops_simd import to_halves
-from .simd import F32, I64, Emitter, Value, call_emitted, host_isa, make_internal, start_function
+from .simd import F32, I64, Emitter, Value, call_emitted, make_internal, start_function
 
 TILE_TOKENS = 4
 _ISA = host_isa()

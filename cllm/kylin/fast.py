@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from . import attention_simd, step
 from .gguf import Tensor
+from .isa import host_isa
 from .kv_cache import KVCache
+from .layout import MAX_TOKENS, PHASE_NAMES
 from .matmul import PackedMatrix, compiled_kernel, is_fast, multiply, pack, packed_bytes
-from .phases import MAX_TOKENS, PHASE_NAMES, PHASES
+from .phases import PHASES
 from .program import make_program, matrices_of
 from .rounding import round_rows
-from .simd import host_isa
 from .step import compile_loops, phase_address
 from .team import CAN_ENLIST, Team
 from .weights import Floats, Linear, Weights

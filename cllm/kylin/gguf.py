@@ -13,35 +13,25 @@ import math
 import mmap
 import os
 import stat
-import struct
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from cllm.errors import ModelFileError
 
+from .gguf_cursor import LEAST_STRING, U64, Cursor, show
+
 _SUPPORTED_VERSIONS = (2, 3)
 _MAX_DIMS = 4  # GGML_MAX_DIMS
-_DAMAGED = "the file is cut short or damaged, download it again"
 _REJOIN = "download all parts again, from one place, under their published names"
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_NUMBERS = {  # all value types but two; they are named as in NumPy, and stored little-endian
-    int(kind): np.dtype("<" + np.dtype(kind.name.lower()).str[1:])
-    for kind in GGUFValueType
-    if kind not in (GGUFValueType.STRING, GGUFValueType.ARRAY)
-}
 _TENSOR_TYPES = {int(type): type for type in GGML_QUANT_SIZES}
 
 # The fewest bytes an item can take: what a count is checked against before its items are read.
-_LEAST_STRING = 8  # its length
-_LEAST_ARRAY = 4 + 8  # element type, count
-_LEAST_PAIR = _LEAST_STRING + 4 + 1  # key, value type, value
-_LEAST_TENSOR = _LEAST_STRING + 4 + 8 + 4 + 8  # name, number of dimensions, one dimension, type, offset
-_LEAST_VALUE = {kind: dtype.itemsize for kind, dtype in _NUMBERS.items()}
-_LEAST_VALUE |= {GGUFValueType.STRING: _LEAST_STRING, GGUFValueType.ARRAY: _LEAST_ARRAY}
+_LEAST_PAIR = LEAST_STRING + 4 + 1  # key, value type, value
+_LEAST_TENSOR = LEAST_STRING + 4 + 8 + 4 + 8  # name, number of dimensions, one dimension, type, offset
 
 _OLD_GGML = "a model file from before GGUF (2023); download the model as GGUF, or convert it again"
 _WEB_PAGE = "a web page (HTML); use the link that downloads the file itself"
@@ -115,7 +105,7 @@ def _read_parts(opened: GGUFFile, num_parts: int) -> GGUFFile:
     tensors: dict[str, Tensor] = {}
     for part in parts:
         if repeated := tensors.keys() & part.tensors.keys():
-            message = f"tensor {_show(min(repeated))} is in an earlier part too; {_REJOIN}"
+            message = f"tensor {show(min(repeated))} is in an earlier part too; {_REJOIN}"
             raise ModelFileError(message, path=part.path)
         tensors |= part.tensors
     expected = _split_key(parts[0], "split.tensors.count")
@@ -145,14 +135,14 @@ def _part_suffix(number: int, num_parts: int) -> str:
 def _split_key(file: GGUFFile, key: str) -> int:
     value = file.metadata.get(key)
     if type(value) is not int:
-        message = f"expected a whole number as {key}, found {_show(value)}; {_REJOIN}"
+        message = f"expected a whole number as {key}, found {show(value)}; {_REJOIN}"
         raise ModelFileError(message, path=file.path)
     return value
 
 
 def _read_file(path: str) -> GGUFFile:
     """One file by itself, a part or not."""
-    cursor = _Cursor(path, _map_file(path))
+    cursor = Cursor(path, _map_file(path))
     version = _read_version(cursor)
     num_tensors = cursor.count("the number of tensors", _LEAST_TENSOR)
     num_pairs = cursor.count("the number of metadata keys", _LEAST_PAIR)
@@ -160,7 +150,7 @@ def _read_file(path: str) -> GGUFFile:
     for number in range(1, num_pairs + 1):
         cursor.context = f"metadata key {number} of {num_pairs}"
         key = cursor.name()
-        cursor.context = f"metadata key {_show(key)}"
+        cursor.context = f"metadata key {show(key)}"
         if key in metadata:
             raise cursor.error("it occurs twice")
         metadata[key] = cursor.value()
@@ -174,7 +164,7 @@ def _read_file(path: str) -> GGUFFile:
     cursor.context = "metadata key 'general.alignment'"
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.error(f"expected a power of two, found {_show(alignment)}")
+        raise cursor.error(f"expected a power of two, found {show(alignment)}")
     return GGUFFile(path, version, metadata, _map_tensors(cursor, list(entries.values()), alignment))
 
 
@@ -198,7 +188,7 @@ def _map_file(path: str) -> mmap.mmap:
         raise ModelFileError(f"cannot open this file: {error}", path=path) from error
 
 
-def _read_version(cursor: _Cursor) -> int:
+def _read_version(cursor: Cursor) -> int:
     """Check that the file is GGUF, in a byte order and a version that can be read."""
     if cursor.buffer[:4] != b"GGUF":
         raise ModelFileError(f"this is not GGUF but {_describe_foreign(cursor.buffer)}", path=cursor.path)
@@ -218,7 +208,7 @@ def _read_version(cursor: _Cursor) -> int:
 def _describe_foreign(buffer: mmap.mmap) -> str:
     """What a file that is not GGUF seems to be, and what to do."""
     head = buffer[:256]
-    if head[8:9] == b"{" and _U64.unpack_from(head)[0] <= len(buffer) - 8:
+    if head[8:9] == b"{" and U64.unpack_from(head)[0] <= len(buffer) - 8:
         return "a safetensors file; convert the model to GGUF"
     if not any(head):
         return "filled with zeros, as an unfinished download is; download it again"
@@ -243,9 +233,9 @@ class _TensorEntry(NamedTuple):
         return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
 
 
-def _read_tensor_entry(cursor: _Cursor) -> _TensorEntry:
+def _read_tensor_entry(cursor: Cursor) -> _TensorEntry:
     name = cursor.name()
-    cursor.context = f"tensor {_show(name)}"
+    cursor.context = f"tensor {show(name)}"
     num_dims = cursor.u32("the number of dimensions")
     if not 1 <= num_dims <= _MAX_DIMS:
         raise cursor.error(f"expected 1 to {_MAX_DIMS} dimensions, found {num_dims}")
@@ -266,140 +256,18 @@ def _read_tensor_entry(cursor: _Cursor) -> _TensorEntry:
     return _TensorEntry(name, tuple(reversed(dims)), type, row_bytes, cursor.u64("the offset"))
 
 
-def _map_tensors(cursor: _Cursor, entries: list[_TensorEntry], alignment: int) -> dict[str, Tensor]:
+def _map_tensors(cursor: Cursor, entries: list[_TensorEntry], alignment: int) -> dict[str, Tensor]:
     """Views of the data section, which begins at the first multiple of `alignment` after the tensor table."""
     data = cursor.bytes[-(-cursor.position // alignment) * alignment :]
     previous: _TensorEntry | None = None
     for entry in sorted(entries, key=lambda entry: entry.offset):
-        cursor.context = f"tensor {_show(entry.name)}"
+        cursor.context = f"tensor {show(entry.name)}"
         if entry.offset % alignment:
             raise cursor.error(f"expected an offset of a multiple of {alignment}, found {entry.offset}")
         if entry.end > data.size:
             raise cursor.error(f"its data end at byte {entry.end} of a data section of {data.size}")
         if previous is not None and entry.offset < previous.end:
-            raise cursor.error(f"its data overlap those of tensor {_show(previous.name)}")
+            raise cursor.error(f"its data overlap those of tensor {show(previous.name)}")
         previous = entry
     views = (data[entry.offset : entry.end].reshape(*entry.shape[:-1], entry.row_bytes) for entry in entries)
     return {e.name: Tensor(e.name, e.shape, e.type, view) for e, view in zip(entries, views, strict=True)}
-
-
-class _Cursor:
-    """A place in the bytes of one file; every read is checked against their end first.
-
-    `context` says what is being read, for messages.
-    """
-
-    def __init__(self, path: str, buffer: mmap.mmap) -> None:
-        self.path = path
-        self.buffer = buffer
-        self.bytes = np.frombuffer(buffer, np.uint8)
-        self.position = 0
-        self.context = "header"
-
-    def error(self, message: str, advice: str = _DAMAGED) -> ModelFileError:
-        return ModelFileError(f"{self.context} (byte {self.position}): {message}; {advice}", path=self.path)
-
-    def take(self, num_bytes: int, what: str) -> int:
-        """Move past `num_bytes`; returns the position where they begin."""
-        start, left = self.position, len(self.buffer) - self.position
-        if num_bytes > left:
-            raise self.error(f"{what} takes {num_bytes} bytes, but {left} are left")
-        self.position += num_bytes
-        return start
-
-    def u32(self, what: str) -> int:
-        return int(_U32.unpack_from(self.buffer, self.take(4, what))[0])
-
-    def u64(self, what: str) -> int:
-        return int(_U64.unpack_from(self.buffer, self.take(8, what))[0])
-
-    def count(self, what: str, least_bytes: int) -> int:
-        """A number of items of at least `least_bytes` each, all of which must fit in the rest of the file."""
-        count, left = self.u64(what), len(self.buffer) - self.position
-        if count * least_bytes > left:
-            raise self.error(f"{what} is {count}, at least {count * least_bytes} bytes, but {left} are left")
-        return count
-
-    def name(self) -> str:
-        length = self.u64("the length of the name")
-        start = self.take(length, "the name")
-        try:
-            return self.buffer[start : start + length].decode()
-        except UnicodeDecodeError as error:
-            raise self.error(f"the name is not UTF-8 ({error.reason})") from error
-
-    def value(self) -> Any:
-        """A value type and the value."""
-        kind = self.value_type()
-        if kind == GGUFValueType.ARRAY:
-            return self.array()
-        if kind == GGUFValueType.STRING:
-            return self.strings(1)[0]
-        return self.numbers(kind, 1).item()
-
-    def value_type(self) -> int:
-        kind = self.u32("the value type")
-        if kind not in _LEAST_VALUE:
-            raise self.error(f"value type {kind} is unknown", "upgrade cLLM, or download the file again")
-        return kind
-
-    def array(self) -> Any:
-        """An array of arrays to any depth, without recursion: `unfilled` are the lists that lack elements."""
-        outermost: list[Any] = []
-        unfilled = [(outermost, 1)]
-        while unfilled:
-            target, num_missing = unfilled.pop()
-            if num_missing > 1:
-                unfilled.append((target, num_missing - 1))
-            kind = self.value_type()
-            count = self.count("the number of elements", _LEAST_VALUE[kind])
-            if kind == GGUFValueType.ARRAY:
-                target.append([])
-                if count:
-                    unfilled.append((target[-1], count))
-            elif kind == GGUFValueType.STRING:
-                target.append(self.strings(count))
-            else:
-                target.append(self.numbers(kind, count))
-        return outermost[0]
-
-    def strings(self, count: int) -> list[str]:
-        """`count` strings. Vocabularies hold hundreds of thousands, so the loop looks up no attributes."""
-        buffer, size, end = self.buffer, len(self.buffer), self.position
-        unpack, length_bytes = _U64.unpack_from, _U64.size
-        strings: list[str] = []
-        for _ in range(count):
-            start = end + length_bytes
-            if start > size:
-                break
-            end = start + unpack(buffer, end)[0]
-            if end > size:
-                break
-            try:
-                strings.append(buffer[start:end].decode())
-            except UnicodeDecodeError:
-                strings.append(buffer[start:end].decode(errors="replace"))
-        else:
-            self.position = end
-            return strings
-        raise self.error(f"string {len(strings) + 1} of {count} passes the end of the file")
-
-    def numbers(self, kind: int, count: int) -> np.ndarray:
-        """`count` numbers or bools, read-only: a view of the file where they are aligned in it, or a copy."""
-        dtype = _NUMBERS[kind]
-        start = self.take(count * dtype.itemsize, "the value")
-        stored = self.bytes[start : self.position]
-        if kind == GGUFValueType.BOOL and count and stored.max() > 1:
-            raise self.error(f"expected bools to be 0 or 1, found {stored.max()}")
-        values = stored.view(dtype)
-        if start % dtype.itemsize:
-            values = values.copy()
-            values.setflags(write=False)
-        return values
-
-
-def _show(value: Any) -> str:
-    """A value from the file, short enough for a message: strings are cut, arrays only named."""
-    if isinstance(value, str):
-        return repr(value[:64])
-    return repr(value) if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"

@@ -20,7 +20,7 @@ import numba
 import numba.extending
 from numba import cfunc, config, njit, types
 
-from .simd import host_isa
+from .isa import host_isa
 
 intrinsic: Any = (
     numba.extending.intrinsic

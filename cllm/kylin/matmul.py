@@ -17,9 +17,10 @@ from numba import types
 from numpy.typing import NDArray
 
 from .gguf import Tensor
+from .isa import host_isa
 from .jit import intrinsic, kernel, native_function
 from .quants import ACTIVATION_ROUNDING
-from .simd import I64, host_isa, make_internal
+from .simd import I64, make_internal
 from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
 

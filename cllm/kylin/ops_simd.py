@@ -11,9 +11,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from .isa import host_isa
 from .jit import inlined, intrinsic
 from .ops import LANES
-from .simd import I64, Emitter, Value, call_emitted, host_isa, make_internal, start_function
+from .simd import I64, Emitter, Value, call_emitted, make_internal, start_function
 
 _ISA = host_isa()
 

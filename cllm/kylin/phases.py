@@ -7,124 +7,37 @@ again at each level. It must not know which layer it works for, files, or how we
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
 from . import ops, ops_simd
 from .attention_simd import attend_tile, make_scratch, store_token
 from .jit import inlined
-from .kv_cache import BLOCK, CHUNK
+from .layout import (
+    BIAS,
+    DATA,
+    GROUPS,
+    KERNEL,
+    KIND,
+    MATRIX,
+    MAX_TOKENS,
+    NUM_FIELDS,
+    NUM_KINDS,
+    OPERANDS,
+    OUT,
+    OUT_STRIDE,
+    RECORDS,
+    Field,
+    claim,
+    claim_groups,
+    floats,
+    ints,
+    keys_and_values,
+    longs,
+)
 from .matmul import call_groups
-from .native import atomic_add, carray, pointer
-from .rounding import KIND_OF, call_rounding
+from .native import carray, pointer
+from .rounding import call_rounding
 from .tiles import ROWS
-
-MAX_TOKENS = 128  # of one step; a larger batch takes several
-NUM_KINDS = max(KIND_OF.values()) + 1
-PHASE_NAMES = ("norm", "qkv", "rope", "attention", "attn_output", "gate_up", "down", "output")
-
-
-class Field(IntEnum):
-    """What a step works on: places in an int64 vector of sizes and addresses. N is MAX_TOKENS."""
-
-    NUM_TOKENS = 0  # of this step
-    NUM_ROWS = 1  # of logits
-    NUM_TILES = 2  # of attention
-    SLOTS = 3  # int32[N]
-    POSITIONS = 4  # int32[N]
-    LOGIT_ROWS = 5  # int32[N]
-    TILES = 6  # int32[N, 2]
-    WIDTH = 7  # D
-    HEADS = 8  # H
-    KV_HEADS = 9  # K
-    HEAD_WIDTH = 10  # C
-    FFN_WIDTH = 11  # F
-    EPS = 12  # the address of a float32
-    HALVES = 13  # which pairs rope turns
-    COS = 14  # float32[positions, C/2]
-    SIN = 15
-    MAX_POSITIONS = 16
-    TABLES = 17  # int32[slots, blocks a slot]
-    NUM_SLOTS = 18
-    SLOT_BLOCKS = 19
-    KEYS = 20  # and VALUES: as in kv_cache.py
-    VALUES = 21
-    NUM_CHUNKS = 22
-    NUM_LAYERS = 23
-    X = 24  # float32[N, D], the residual
-    H = 25  # float32[N, D], what norms make of it
-    Q = 26  # float32[N, H, C]
-    K = 27  # float32[N, K, C]
-    V = 28  # float32[N, K, C]
-    Z = 29  # float32[N, H, C]
-    GATE = 30  # float32[N, F]
-    UP = 31  # float32[N, F]
-    Y = 32  # float32[N, D], what is added to the residual
-    ACTS = 33  # for each kind of rounding: uint8[N, bytes]
-    ACTS_BYTES = ACTS + NUM_KINDS
-    ROUNDINGS = ACTS_BYTES + NUM_KINDS  # for each kind the address of its compiled function, or 0
-    END = ROUNDINGS + NUM_KINDS
-
-
-NUM_FIELDS = int(Field.END)
-
-# A row of the program: | phase's address, counted as, operands 2..7 | a counter of claims, 7 unused | for each
-# member of the team, on a cache line of its own.
-FUNCTION, COUNTED_AS, OPERANDS, LINE = 0, 1, 8, 8
-# A matrix is 8 numbers, to which the operands of a row point.
-KERNEL, DATA, RECORDS, GROUPS, KIND, OUT, OUT_STRIDE, BIAS = range(8)
-MATRIX = 8
-
-
-# --- reading the numbers --------------------------------------------------------------------------------------
-
-
-@inlined
-def _longs(address, count):  # type: ignore[no-untyped-def]
-    return carray(pointer(address), count, np.int64)
-
-
-@inlined
-def _ints(address):  # type: ignore[no-untyped-def]
-    return carray(pointer(address), MAX_TOKENS, np.int32)
-
-
-@inlined
-def _floats(address, shape):  # type: ignore[no-untyped-def]
-    return carray(pointer(address), shape, np.float32)
-
-
-@inlined
-def _cache(m, dtype):  # type: ignore[no-untyped-def]
-    """Keys and values of all layers."""
-    pool = (m[Field.NUM_CHUNKS], m[Field.NUM_LAYERS], m[Field.KV_HEADS], CHUNK)
-    width = m[Field.HEAD_WIDTH]
-    keys = carray(pointer(m[Field.KEYS]), (*pool, width, BLOCK), dtype)
-    return keys, carray(pointer(m[Field.VALUES]), (*pool, BLOCK, width), dtype)
-
-
-@inlined
-def _claim(row_at):  # type: ignore[no-untyped-def]
-    """The next piece, 0, 1, .., that no member has claimed."""
-    return atomic_add(row_at + 8 * OPERANDS, 1)
-
-
-@inlined
-def _claim_groups(row_at, member, num_members, num_groups, piece):  # type: ignore[no-untyped-def]
-    """(begin, end) of the next groups for a member, which are none when all are taken.
-
-    Each member has a range of its own, from which it takes one piece behind the other: so it reads memory as one
-    stream, which the processor follows ahead. A member that has ended its own goes on with those of the others.
-    """
-    begin, end = 0, 0
-    for turn in range(num_members):
-        if begin == end:
-            owner = (member + turn) % num_members
-            low, high = num_groups * owner // num_members, num_groups * (owner + 1) // num_members
-            begin = min(low + atomic_add(row_at + 8 * (OPERANDS + LINE * owner), piece), high)
-            end = min(begin + piece, high)
-    return begin, end
 
 
 @inlined
@@ -143,40 +56,40 @@ def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
 
 def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """H = norm(X), and its rounding. Operands: weight, kinds."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     width = m[Field.WIDTH]
-    x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
-    weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
-    token = _claim(row_at)
+    x, h = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.H], (MAX_TOKENS, width))
+    weight, eps = floats(row[2], width), floats(m[Field.EPS], 1)[0]
+    token = claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         ops_simd.rms_norm(x, weight, eps, h, token, token + 1)
         _round_token(m, h, row[3], token)
-        token = _claim(row_at)
+        token = claim(row_at)
 
 
 def norm_logit_rows(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `norm_and_round`, of the rows whose logits are wanted, which move to the front."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
-    width, sources = m[Field.WIDTH], _ints(m[Field.LOGIT_ROWS])
-    x, h = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.H], (MAX_TOKENS, width))
-    weight, eps = _floats(row[2], width), _floats(m[Field.EPS], 1)[0]
-    target = _claim(row_at)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
+    width, sources = m[Field.WIDTH], ints(m[Field.LOGIT_ROWS])
+    x, h = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.H], (MAX_TOKENS, width))
+    weight, eps = floats(row[2], width), floats(m[Field.EPS], 1)[0]
+    target = claim(row_at)
     while target < m[Field.NUM_ROWS]:
         for i in range(width):
             h[target, i] = x[sources[target], i]
         ops_simd.rms_norm(h, weight, eps, h, target, target + 1)
         _round_token(m, h, row[3], target)
-        target = _claim(row_at)
+        target = claim(row_at)
 
 
 def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: float32[N, width], width, kinds."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
-    x = _floats(row[2], (MAX_TOKENS, row[3]))
-    token = _claim(row_at)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
+    x = floats(row[2], (MAX_TOKENS, row[3]))
+    token = claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         _round_token(m, x, row[4], token)
-        token = _claim(row_at)
+        token = claim(row_at)
 
 
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
@@ -194,23 +107,23 @@ def rope_and_store_f32(m_at, row_at, member, num_members):  # type: ignore[no-un
 
 @inlined
 def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
-    q, k = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
-    q_rows = _floats(m[Field.Q], (MAX_TOKENS * heads, width))
-    k_rows = _floats(m[Field.K], (MAX_TOKENS * kv_heads, width))
-    v, eps = _floats(m[Field.V], (MAX_TOKENS, kv_heads, width)), _floats(m[Field.EPS], 1)[0]
+    q, k = floats(m[Field.Q], (MAX_TOKENS, heads, width)), floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
+    q_rows = floats(m[Field.Q], (MAX_TOKENS * heads, width))
+    k_rows = floats(m[Field.K], (MAX_TOKENS * kv_heads, width))
+    v, eps = floats(m[Field.V], (MAX_TOKENS, kv_heads, width)), floats(m[Field.EPS], 1)[0]
     angles = (m[Field.MAX_POSITIONS], width // 2)
-    cos, sin = _floats(m[Field.COS], angles), _floats(m[Field.SIN], angles)
-    positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
+    cos, sin = floats(m[Field.COS], angles), floats(m[Field.SIN], angles)
+    positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
-    keys, values = _cache(m, dtype)
-    token = _claim(row_at)
+    keys, values = keys_and_values(m, dtype)
+    token = claim(row_at)
     while token < m[Field.NUM_TOKENS]:
         if row[2] != 0:
-            ops_simd.rms_norm(q_rows, _floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
+            ops_simd.rms_norm(q_rows, floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
             ops_simd.rms_norm(
-                k_rows, _floats(row[3], width), eps, k_rows, token * kv_heads, (token + 1) * kv_heads
+                k_rows, floats(row[3], width), eps, k_rows, token * kv_heads, (token + 1) * kv_heads
             )
         if m[Field.HALVES]:
             ops.rope_halves(q, positions, cos, sin, token, token + 1)
@@ -219,7 +132,7 @@ def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
             ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
             ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
         store_token(k, v, keys, values, row[4], tables, slots, positions, token)
-        token = _claim(row_at)
+        token = claim(row_at)
 
 
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
@@ -235,24 +148,24 @@ def attend_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 @inlined
 def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     """Z of all tokens. Pieces: a tile of tokens on one kv-head."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
-    q, z = _floats(m[Field.Q], (MAX_TOKENS, heads, width)), _floats(m[Field.Z], (MAX_TOKENS, heads, width))
-    keys, values = _cache(m, dtype)
+    q, z = floats(m[Field.Q], (MAX_TOKENS, heads, width)), floats(m[Field.Z], (MAX_TOKENS, heads, width))
+    keys, values = keys_and_values(m, dtype)
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
-    positions, slots = _ints(m[Field.POSITIONS]), _ints(m[Field.SLOTS])
+    positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     longest = 0
     for token in range(m[Field.NUM_TOKENS]):
         longest = max(longest, positions[token] + 1)
     rows, scores = make_scratch(heads // kv_heads, width, longest)
-    item = _claim(row_at)
+    item = claim(row_at)
     while item < m[Field.NUM_TILES] * kv_heads:
         # Late tiles see the most positions: they are claimed first, so that the members end together.
         tile, kv_head = m[Field.NUM_TILES] - 1 - item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
         attend_tile(q, keys, values, row[2], tables, slots, positions, begin, end, kv_head, rows, scores, z)
-        item = _claim(row_at)
+        item = claim(row_at)
 
 
 # --- the phases that multiply -----------------------------------------------------------------------------------
@@ -282,9 +195,9 @@ def _call(m, matrix, num_tokens, begin, end):  # type: ignore[no-untyped-def]
         end,
     )
     if matrix[BIAS] != 0:
-        bias = _floats(matrix[BIAS], matrix[GROUPS] * ROWS)
+        bias = floats(matrix[BIAS], matrix[GROUPS] * ROWS)
         for token in range(num_tokens):
-            y = _floats(matrix[OUT] + token * matrix[OUT_STRIDE], matrix[GROUPS] * ROWS)
+            y = floats(matrix[OUT] + token * matrix[OUT_STRIDE], matrix[GROUPS] * ROWS)
             for i in range(ROWS * begin, ROWS * end):
                 y[i] += bias[i]
 
@@ -292,53 +205,53 @@ def _call(m, matrix, num_tokens, begin, end):  # type: ignore[no-untyped-def]
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Products with the same activations. Operands: up to three matrices that follow each other, how many, and
     which field says how many tokens."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     count, num_tokens = row[3], m[row[4]]
     num_groups = 0
     for number in range(count):
-        num_groups += _longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
-    piece = _piece(num_groups, num_members, _longs(row[2], MATRIX)[RECORDS])
-    begin, end = _claim_groups(row_at, member, num_members, num_groups, piece)
+        num_groups += longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
+    piece = _piece(num_groups, num_members, longs(row[2], MATRIX)[RECORDS])
+    begin, end = claim_groups(row_at, member, num_members, num_groups, piece)
     while begin < end and num_tokens > 0:
         base = 0
         for number in range(count):
-            matrix = _longs(row[2] + 8 * MATRIX * number, MATRIX)
+            matrix = longs(row[2] + 8 * MATRIX * number, MATRIX)
             low, high = max(begin - base, 0), min(end - base, matrix[GROUPS])
             if low < high:
                 _call(m, matrix, num_tokens, low, high)
             base += matrix[GROUPS]
-        begin, end = _claim_groups(row_at, member, num_members, num_groups, piece)
+        begin, end = claim_groups(row_at, member, num_members, num_groups, piece)
 
 
 def multiply_and_add(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """X += product, by way of Y. Operand: the matrix."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
-    matrix, width = _longs(row[2], MATRIX), m[Field.WIDTH]
-    x, y = _floats(m[Field.X], (MAX_TOKENS, width)), _floats(m[Field.Y], (MAX_TOKENS, width))
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
+    matrix, width = longs(row[2], MATRIX), m[Field.WIDTH]
+    x, y = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.Y], (MAX_TOKENS, width))
     piece = _piece(matrix[GROUPS], num_members, matrix[RECORDS])
-    begin, end = _claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
+    begin, end = claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
     while begin < end:
         _call(m, matrix, m[Field.NUM_TOKENS], begin, end)
         for token in range(m[Field.NUM_TOKENS]):
             for i in range(ROWS * begin, ROWS * end):
                 x[token, i] += y[token, i]
-        begin, end = _claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
+        begin, end = claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
 
 
 def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """GATE = silu(gate) * up. Operand: the first of two matrices that follow each other."""
-    m, row = _longs(m_at, NUM_FIELDS), _longs(row_at, OPERANDS)
-    first, second, width = _longs(row[2], MATRIX), _longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
-    gate, up = _floats(m[Field.GATE], (MAX_TOKENS, width)), _floats(m[Field.UP], (MAX_TOKENS, width))
+    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
+    first, second, width = longs(row[2], MATRIX), longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
+    gate, up = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
     piece = _piece(first[GROUPS], num_members, first[RECORDS])
-    begin, end = _claim_groups(row_at, member, num_members, first[GROUPS], piece)
+    begin, end = claim_groups(row_at, member, num_members, first[GROUPS], piece)
     while begin < end:
         _call(m, first, m[Field.NUM_TOKENS], begin, end)
         _call(m, second, m[Field.NUM_TOKENS], begin, end)
         for token in range(m[Field.NUM_TOKENS]):
             part = slice(ROWS * begin, ROWS * end)
             ops.silu_mul_row(gate[token, part], up[token, part])
-        begin, end = _claim_groups(row_at, member, num_members, first[GROUPS], piece)
+        begin, end = claim_groups(row_at, member, num_members, first[GROUPS], piece)
 
 
 PHASES = (

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import phases
+from . import layout, phases
 from .gguf import Tensor
 from .kv_cache import KVCache
+from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
-from .phases import MAX_TOKENS, PHASE_NAMES, Field
 from .rounding import KIND_OF, compiled_rounding, row_bytes
 from .step import phase_address
 from .weights import Floats, Linear, ModelShape, Weights
@@ -50,7 +50,7 @@ class Program:
         self.arrays["POSITIONS"][:num_tokens] = positions
         self.arrays["LOGIT_ROWS"][:num_rows] = rows
         self.fields[Field.NUM_TOKENS], self.fields[Field.NUM_ROWS] = num_tokens, num_rows
-        self.matrices[-1, phases.OUT] = logits.ctypes.data
+        self.matrices[-1, layout.OUT] = logits.ctypes.data
 
 
 def matrices_of(weights: Weights) -> Iterator[Linear]:
@@ -118,7 +118,7 @@ class _Rows:
 
     def add(self, phase: Callable[..., None], counted_as: str, *operands: int) -> None:
         numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), *map(int, operands)]
-        self._rows.append(numbers + [0] * (phases.OPERANDS - len(numbers)))
+        self._rows.append(numbers + [0] * (layout.OPERANDS - len(numbers)))
 
     def matrix(self, number: int) -> int:
         """The address of a row of the table of matrices."""
@@ -126,15 +126,15 @@ class _Rows:
 
     def kinds(self, first: int, count: int) -> int:
         """The roundings that matrices want, as a set of bits."""
-        return sum({1 << int(kind) for kind in self._matrices[first : first + count, phases.KIND]})
+        return sum({1 << int(kind) for kind in self._matrices[first : first + count, layout.KIND]})
 
     def finished(self, num_members: int) -> NDArray[np.int64]:
         """int64[phases, OPERANDS + LINE * num_members], on whole cache lines."""
-        width = phases.OPERANDS + phases.LINE * num_members
-        memory = np.zeros(len(self._rows) * width + phases.LINE, np.int64)
+        width = layout.OPERANDS + layout.LINE * num_members
+        memory = np.zeros(len(self._rows) * width + layout.LINE, np.int64)
         start = -memory.ctypes.data % 64 // 8
         rows = memory[start : start + len(self._rows) * width].reshape(-1, width)
-        rows[:, : phases.OPERANDS] = self._rows
+        rows[:, : layout.OPERANDS] = self._rows
         return rows
 
 
@@ -163,7 +163,7 @@ def _make_fields(
     rope: tuple[Floats, Floats],
     eps: Floats,
 ) -> NDArray[np.int64]:
-    fields = np.zeros(phases.NUM_FIELDS, np.int64)
+    fields = np.zeros(layout.NUM_FIELDS, np.int64)
     numbers = {
         Field.WIDTH: shape.width,
         Field.HEADS: shape.num_heads,
@@ -199,16 +199,16 @@ def _make_matrices(
     weights: Weights, packed: Mapping[Tensor, PackedMatrix], arrays: Mapping[str, NDArray[Any]]
 ) -> NDArray[np.int64]:
     layers = list(matrices_of(weights))
-    table = np.zeros((len(layers), phases.MATRIX), np.int64)
+    table = np.zeros((len(layers), layout.MATRIX), np.int64)
     for number, layer in enumerate(layers):
         matrix = packed[layer.weight]
-        table[number, phases.KERNEL] = compiled_kernel(matrix.type).address
-        table[number, phases.DATA] = matrix.data.ctypes.data
-        table[number, phases.RECORDS] = matrix.num_records
-        table[number, phases.GROUPS] = len(matrix.data)
-        table[number, phases.KIND] = KIND_OF[matrix.rounding]
-        table[number, phases.OUT_STRIDE] = 4 * matrix.padded_rows
+        table[number, layout.KERNEL] = compiled_kernel(matrix.type).address
+        table[number, layout.DATA] = matrix.data.ctypes.data
+        table[number, layout.RECORDS] = matrix.num_records
+        table[number, layout.GROUPS] = len(matrix.data)
+        table[number, layout.KIND] = KIND_OF[matrix.rounding]
+        table[number, layout.OUT_STRIDE] = 4 * matrix.padded_rows
         if number < len(layers) - 1:  # the output's result lies elsewhere in each step
-            table[number, phases.OUT] = arrays[_OUTS[number % _A_LAYER]].ctypes.data
-            table[number, phases.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data
+            table[number, layout.OUT] = arrays[_OUTS[number % _A_LAYER]].ctypes.data
+            table[number, layout.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data
     return table

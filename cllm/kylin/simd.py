@@ -7,45 +7,15 @@ operations are single IEEE operations (with `fma` fused everywhere), and nothing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ..errors import ConfigError
-
-ISAS = ("avx512vnni", "avxvnni", "avx2", "sdot", "generic")  # the best first
-_REQUIRED = {
-    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512vnni"),
-    "avxvnni": ("avx2", "fma", "f16c", "avxvnni"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "sdot": ("dotprod",),
-    "generic": (),
-}
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 HALF = ir.HalfType()
 Value = Any  # an ir.Value: llvmlite has no type information
-
-
-@cache
-def host_isa() -> str:
-    """The best instruction set of this machine, or the one that the environment variable CLLM_ISA forces.
-
-    Raises `ConfigError` where CLLM_ISA names none, or one that this machine lacks.
-    """
-    features = llvm.get_host_cpu_features()
-    usable = [isa for isa in ISAS if all(features.get(feature) for feature in _REQUIRED[isa])]
-    forced = os.environ.get("CLLM_ISA")
-    if forced and forced not in usable:
-        raise ConfigError(
-            f"CLLM_ISA should be one of {', '.join(usable)} on this machine; found {forced!r}",
-            field="CLLM_ISA",
-        )
-    return forced or usable[0]
 
 
 class Emitter:

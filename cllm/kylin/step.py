@@ -17,8 +17,8 @@ from numba import types
 
 from .attention_simd import find_tiles
 from .jit import inlined, intrinsic, kernel, native_function
+from .layout import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, Field
 from .native import carray, cycles, pointer
-from .phases import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, Field
 from .simd import I64
 from .team import barrier, begin_step, wait_for_step
 
