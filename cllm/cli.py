@@ -49,7 +49,11 @@ _ENGINE_FLAGS: _Flags = [
         ("--kv-cache-tokens",),
         {"type": int, "metavar": "N", "help": "tokens of the KV cache"},
     ),
-    ("num_threads", ("-t", "--threads"), {"type": int, "metavar": "N", "help": "default: all cores"}),
+    (
+        "num_threads",
+        ("-t", "--threads"),
+        {"type": int, "metavar": "N", "help": "default: all cores; 1 with all layers on a GPU"},
+    ),
     (
         "num_gpu_layers",
         ("-ngl", "--n-gpu-layers"),

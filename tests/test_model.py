@@ -55,6 +55,7 @@ class Runner:
         )
         self.team = Team(num_threads)
         self.model = Model(weights, self.cache, self.team, num_tokens, kernels)
+        self.model.prepare()
 
     def step(self, *chunks: tuple[int, list[int]], tap: Any = None) -> np.ndarray:
         """Runs (slot, token ids) chunks in one batch; the logits of every token."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +135,24 @@ def test_half_a_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> Non
     with server.connect() as connection:
         connection.sendall(b"\x00\xff nonsense\r\n\r\n")
         assert b"400" in connection.recv(4096)
+    assert server.ask("/generate", prompt="x")["text"]
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET /", b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"GET / HTTP/1.1\r\nX: 1\r\nX: 1\r\n"]
+)
+def test_a_head_without_end_is_cut_off(server: Running, start: bytes) -> None:
+    more = b"X: 1\r\n" * 1000 if start.endswith(b"\n") else b"x" * 6000
+    taken, answer = 0, b""
+    with server.connect() as connection:
+        connection.sendall(start)
+        with contextlib.suppress(ConnectionError):  # where it was closed while more was under way
+            while not select.select([connection], [], [], 0.001)[0]:
+                connection.sendall(more)
+                taken += len(more)
+                assert taken < 2 * 10**6
+            answer = connection.recv(4096)
+    assert not answer or answer.startswith(b"HTTP/1.1 431")
     assert server.ask("/generate", prompt="x")["text"]
 
 

@@ -92,6 +92,7 @@ LEVELS = [
         "server/benchmark.py",
         "server/routes.py",
         "server/app.py",
+        "server/protocol.py",
         "server/draining.py",
         "serve.py",
         "bench/ladder/load.py",

@@ -30,4 +30,6 @@ def load_backend(config: EngineConfig) -> tuple[Backend, Tokenizer]:
     from .kylin import load_kylin
 
     file = read_gguf(config.model)
-    return load_kylin(file, config), make_tokenizer(file.metadata)
+    backend, tokenizer = load_kylin(file, config), make_tokenizer(file.metadata)
+    backend.prepare()  # last: meanwhile the system hands out the memory that it needs
+    return backend, tokenizer

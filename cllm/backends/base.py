@@ -92,6 +92,8 @@ def count_new_tokens(batch: Batch, lengths: NDArray[np.int32], info: BackendInfo
     not continue where their slot stands, or a row of logits does not exist.
     """
     ids, rows, slots, positions = batch.token_ids, batch.logit_rows, batch.slots, batch.positions
+    if not len(ids) == len(slots) == len(positions):
+        raise BackendError("expected as many slots and positions as token ids", nothing_changed=True)
     if len(rows) > info.max_logit_rows or (len(rows) and not (rows.min() >= 0 and rows.max() < len(ids))):
         raise BackendError("a row of logits is asked for that does not exist", nothing_changed=True)
     if not len(ids):

@@ -22,8 +22,11 @@ from .base import Backend, BackendInfo, Floats, HistoryBackend, Step, count_new_
 MAX_LOGIT_ROWS = 64
 
 
-def load_kylin(file: GGUFFile, config: EngineConfig) -> Backend:
-    """The model in `file` on the kernels that `config` names. Raises `ModelFileError` or `ConfigError`."""
+def load_kylin(file: GGUFFile, config: EngineConfig) -> KylinBackend | ReferenceBackend:
+    """The model in `file` on the kernels that `config` names, still to be prepared.
+
+    Raises `ModelFileError` or `ConfigError`.
+    """
     weights = load_weights(file)
     info = _info(weights.shape, config)
     if config.kernels == "numpy":
@@ -51,6 +54,18 @@ class KylinBackend(Backend):
         description = info.description.replace("kylin,", f"kylin, kernels {self._model.description},", 1)
         self.info = replace(info, description=description)
 
+    def prepare(self) -> None:
+        """Compiles and repacks, with a bar on a terminal where that takes long. Must come before the first step."""
+        with tqdm(
+            delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}"
+        ) as bar:
+
+            def show(stage: str, done: int, total: int) -> None:
+                bar.desc, bar.n, bar.total = stage, done, total
+                bar.refresh()
+
+            self._model.prepare(show)
+
     def launch(self, batch: Batch) -> Step:
         self._cache.extend(count_new_tokens(batch, self._cache.lengths, self.info))
         return _Recorded(lambda: self._model.forward(batch))
@@ -62,17 +77,7 @@ class KylinBackend(Backend):
         self._cache.truncate(slot, length)
 
     def warm_up(self) -> None:
-        """Compiles and repacks, and runs one token, so that nothing is left to do for the first step."""
-        # A bar on a terminal where it takes long.
-        with tqdm(
-            delay=0.5, leave=False, disable=None, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}"
-        ) as bar:
-
-            def show(stage: str, done: int, total: int) -> None:
-                bar.desc, bar.n, bar.total = stage, done, total
-                bar.refresh()
-
-            self._model.prepare(show)
+        """Runs one token, so that the rest is compiled that loading the model has not."""
         zero = np.zeros(1, np.int32)
         self._cache.extend({0: 1})
         self._model.forward(Batch(token_ids=zero, positions=zero, slots=zero, logit_rows=zero))
@@ -93,6 +98,9 @@ class ReferenceBackend(HistoryBackend):
     def __init__(self, weights: Weights, info: BackendInfo) -> None:
         super().__init__(info)
         self._weights = weights
+
+    def prepare(self) -> None:
+        """Nothing: it computes from the file."""
 
     def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
         return forward(self._weights, token_ids[: max(positions) + 1])[positions]

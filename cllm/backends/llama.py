@@ -76,13 +76,17 @@ class LlamaBackend(Backend):
         is_all_on_gpu = not 0 <= num_gpu_layers <= load_library().llama_model_n_layer(self._model.pointer)
         # What is left for the CPU, a look at a table, is done before more threads have met at a barrier.
         num_threads = config.num_threads or (1 if is_all_on_gpu else num_cores)
+        has_anchor = (
+            bool(num_gpu_layers) and self._model.keeps_tokens and config.max_num_seqs < _most_sequences()
+        )
         info = _info(file, config, self._model, num_gpu_layers, num_threads)
+        info = replace(info, num_slots=min(info.num_slots, _most_sequences() - has_anchor))
         self._context = LlamaContext(
             self._model,
             num_tokens=info.kv_capacity,
-            num_slots=info.num_slots + info.launches_early,  # one for the anchor
+            num_slots=info.num_slots + has_anchor,
             batch_tokens=info.max_num_batched_tokens,
-            max_outputs=info.max_logit_rows + info.launches_early,  # llama.cpp insists on one a sequence
+            max_outputs=info.max_logit_rows + has_anchor,  # llama.cpp insists on one a sequence
             num_threads=num_threads,
             kv_dtype=config.kv_cache_dtype,
         )
@@ -91,7 +95,7 @@ class LlamaBackend(Backend):
         self.info = replace(info, can_truncate=self._context.can_truncate())
         self._lengths = np.zeros(info.num_slots, np.int32)
         self._anchor: Anchor | None = None
-        if info.launches_early and self.info.can_truncate:
+        if has_anchor:
             self._anchor = Anchor(self._context, info.num_slots)
         self._argmax: RowArgmax | None = None
         if info.launches_early:  # with steps of a few milliseconds, what one thread needs for it counts
@@ -200,15 +204,19 @@ class _LlamaStep:
 def _check_config(config: EngineConfig) -> None:
     """Raises `ConfigError` for what this build of llama.cpp cannot do."""
     library = load_library()
-    most = library.llama_max_parallel_sequences() - bool(_num_gpu_layers(config))  # one for the anchor
-    if config.max_num_seqs > most:
-        raise ConfigError(f"llama.cpp runs at most {most} sequences at once", field="max_num_seqs")
+    if config.max_num_seqs > _most_sequences():
+        message = f"llama.cpp runs at most {_most_sequences()} sequences at once"
+        raise ConfigError(message, field="max_num_seqs")
     if config.num_gpu_layers and not library.llama_supports_gpu_offload():
         raise ConfigError(
             f"num_gpu_layers is {config.num_gpu_layers}, but this llama-cpp-python has no GPU: leave it out, or "
             f"install a build for the GPU",
             field="num_gpu_layers",
         )
+
+
+def _most_sequences() -> int:
+    return int(load_library().llama_max_parallel_sequences())
 
 
 def _check_sizes(metadata: Mapping[str, Any], path: str) -> None:
@@ -259,7 +267,7 @@ def _info(
         vocab_size=library.llama_vocab_n_tokens(model.vocab),
         trained_context=trained,
         context_length=context,
-        num_slots=min(config.num_slots(), library.llama_max_parallel_sequences() - bool(num_gpu_layers)),
+        num_slots=config.num_slots(),
         kv_capacity=capacity,
         kv_block=1,
         max_num_batched_tokens=config.batched_tokens(2048 if num_gpu_layers else 512),

@@ -74,10 +74,7 @@ class LlamaContext:
 
     def can_truncate(self) -> bool:
         """Whether tokens can be dropped from a sequence's end: not where a state or a window replaced them."""
-        library, model = self._library, self._model.pointer
-        keeps_state = library.llama_model_is_recurrent(model) or library.llama_model_is_hybrid(model)
-        is_windowed = library.llama_model_n_swa(model) > 0
-        return not keeps_state and not is_windowed and bool(library.llama_memory_can_shift(self._memory))
+        return self._model.keeps_tokens and bool(self._library.llama_memory_can_shift(self._memory))
 
     def decode(self, token_ids: Ids, positions: Ids, slots: Ids, rows: Ids) -> None:
         """Computes 1 .. batch_tokens tokens. `rows`: the entries whose logits are wanted, ascending.

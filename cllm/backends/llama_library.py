@@ -102,5 +102,10 @@ class LlamaModel:
         if not self.pointer:
             raise ModelFileError(f"llama.cpp cannot load it: {log.reason()}", path=os.fspath(path))
         self.vocab = library.llama_model_get_vocab(self.pointer)
+        keeps_state = library.llama_model_is_recurrent(self.pointer) or library.llama_model_is_hybrid(
+            self.pointer
+        )
+        # Whether the cache holds every token, and not a state or a window in place of some.
+        self.keeps_tokens: bool = not keeps_state and not library.llama_model_n_swa(self.pointer)
         self.close = weakref.finalize(self, library.llama_model_free, self.pointer)
         self.close.atexit = False  # a daemon thread may still compute when the interpreter goes

@@ -48,6 +48,7 @@ class FastPath:
     """The fast kernels over one model, one cache and one team, which is enlisted at the first step.
 
     Made, it only asks the system for memory, which comes while the caller does other things; `prepare` does the rest.
+    Until then nobody may use it, nor the `cache`, which must be new.
     """
 
     def __init__(self, weights: Weights, cache: KVCache, team: Team, rope: tuple[Floats, Floats]) -> None:
@@ -58,13 +59,10 @@ class FastPath:
         fresh = (self._arena, cache.keys[:1], cache.values[:1])
         self._memory = threading.Thread(target=_write_to, args=fresh, name="cllm-kylin-memory", daemon=True)
         self._memory.start()
-        self._is_ready = self._is_enlisted = False
+        self._is_enlisted = False
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Compiles and repacks, once; whoever comes first needs it."""
-        if self._is_ready:
-            return
-        progress = progress or (lambda stage, done, total: None)
+    def prepare(self, progress: Progress) -> None:
+        """Compiles and repacks. To be called once, before anything else."""
         _compile_all(self._weights, progress)
         self._memory.join()
         self._packed = _pack_all(self._weights, self._arena, self._team, progress)
@@ -72,11 +70,9 @@ class FastPath:
             self._weights, self._packed, self._cache, self._rope, self._team.num_threads
         )
         self._logits = np.empty((0, self._packed[self._weights.output.weight].padded_rows), np.float32)
-        self._is_ready = True
 
     def forward(self, embeddings: Floats, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
         """Logits float32[R, V] of embeddings float32[T, D]; valid until the next call."""
-        self.prepare()
         if not self._is_enlisted:
             self._team.enlist(step.serve, (self._team.num_threads, *self._program.arguments))
             self._is_enlisted = True
@@ -96,14 +92,12 @@ class FastPath:
 
     def phase_cycles(self) -> dict[str, int]:
         """Cycles of the processor's counter that the first thread spent in each phase, since the model was made."""
-        self.prepare()
         return dict(zip(PHASE_NAMES, self._program.phase_cycles.tolist(), strict=True))
 
     # --- one operation at a time, for a step that hooks look into ---
 
     def linear(self, x: Floats, *layers: Linear) -> list[Floats]:
         """Each layer's product with float32[T, columns]: [T, rows] each."""
-        self.prepare()
         matrices = [self._packed[layer.weight] for layer in layers]
         acts = {kind: round_rows(x, kind) for kind in {matrix.rounding for matrix in matrices}}
         results = []

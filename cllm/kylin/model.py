@@ -65,8 +65,8 @@ class Model:
         if kernels != "plain" and can_run_fast(weights):
             self._fast = FastPath(weights, cache, team, (self._cos, self._sin))
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Makes the fast kernels ready, which the first step else does; `progress` is told (stage, done, total)."""
+    def prepare(self, progress: Progress = lambda stage, done, total: None) -> None:
+        """Makes the fast kernels ready: once, before the first step. `progress` is told (stage, done, total)."""
         if self._fast:
             self._fast.prepare(progress)
 

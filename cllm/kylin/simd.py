@@ -1,5 +1,5 @@
 """Emits vector operations as LLVM IR: the vocabulary in which the fast kernels are written, with one lowering for
-each instruction set. It owns the choice of instruction set and must not know weights, models or threads.
+each instruction set. It must not know weights, models or threads.
 
 Every operation means the same on every instruction set, bit for bit: integer results are exact, float
 operations are single IEEE operations (with `fma` fused everywhere), and nothing is reassociated.

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from .protocol import BoundedProtocol
 from .service import Service
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,13 @@ class DrainingServer(uvicorn.Server):
     """A server of `app` that lets what runs end, for `drain_seconds` at most; `settings` are uvicorn's."""
 
     def __init__(self, app: Any, service: Service, drain_seconds: float, **settings: Any) -> None:
-        super().__init__(
-            uvicorn.Config(app, log_config=None, server_header=False, date_header=False, **settings)
-        )
+        settings |= {
+            "http": BoundedProtocol,
+            "log_config": None,
+            "server_header": False,
+            "date_header": False,
+        }
+        super().__init__(uvicorn.Config(app, **settings))
         self._service, self._drain_seconds = service, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
