@@ -20,7 +20,6 @@ from .executor import Executor, make_scheduler
 from .outputs import RequestOutput, StreamPiece
 from .params import SamplingParams
 from .request_maker import Prompt, RequestMaker
-from .sampler import TokenSampler
 from .sequence import Request
 
 Messages = Sequence[Mapping[str, Any]]
@@ -208,9 +207,8 @@ class LLM:
         Without it the first request that samples waits for them, some seconds where they are not in the cache.
         """
         params = SamplingParams(top_k=2, top_p=0.5)
-        size, unused = self.info.vocab_size, self.tokenizer.unused_ids
-        sampler = TokenSampler(params, prompt_token_ids=[], vocab_size=size, unused_ids=unused, eog_ids=())
-        sampler.sample(np.zeros(size, np.float32))
+        sampler = self._requests.sampler(params, [], 0)
+        sampler.sample(np.zeros(self.info.vocab_size, np.float32))
 
     def metrics(self) -> dict[str, Any]:
         """Counters, gauges and histograms of this engine under vLLM's names with the prefix `cllm:`."""

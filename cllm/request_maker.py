@@ -58,7 +58,7 @@ class RequestMaker:
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
                 if not checked or one is not each[index - 1]:
-                    self._sampler(one, [], 0)  # whatever it refuses, the prompt plays no part
+                    self.sampler(one, [], 0)  # whatever it refuses, the prompt plays no part
                 checked.append(self.check(prompt, one))
             except InvalidRequestError as error:
                 if len(prompts) > 1:
@@ -67,7 +67,7 @@ class RequestMaker:
         return checked
 
     def check(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> Checked:
-        """All that can be wrong with a request, but for what `_sampler` refuses. Raises `InvalidRequestError`."""
+        """All that can be wrong with a request, but for what `sampler` refuses. Raises `InvalidRequestError`."""
         text, token_ids = self._read_prompt(prompt)
         self._check_length(len(token_ids))
         room = self._info.context_length - len(token_ids)
@@ -106,14 +106,15 @@ class RequestMaker:
             Answer(
                 request,
                 index,
-                sampler=self._sampler(params, token_ids, index),
+                sampler=self.sampler(params, token_ids, index),
                 text=answer_text,
                 eog_ids=self._tokenizer.eog_ids,
                 max_tokens=max_tokens,
             )
         return request
 
-    def _sampler(self, params: SamplingParams, prompt_ids: list[int], index: int) -> TokenSampler:
+    def sampler(self, params: SamplingParams, prompt_ids: list[int], index: int) -> TokenSampler:
+        """The sampler of choice number `index`. Raises `InvalidRequestError` for what this model cannot do."""
         return TokenSampler(
             params,
             prompt_token_ids=prompt_ids,

@@ -81,12 +81,13 @@ class LlamaBackend(Backend):
         )
         info = _info(file, config, self._model, num_gpu_layers, num_threads)
         info = replace(info, num_slots=min(info.num_slots, _most_sequences() - has_anchor))
+        num_sequences = info.num_slots + has_anchor
         self._context = LlamaContext(
             self._model,
             num_tokens=info.kv_capacity,
-            num_slots=info.num_slots + has_anchor,
+            num_slots=num_sequences,
             batch_tokens=info.max_num_batched_tokens,
-            max_outputs=info.max_logit_rows + has_anchor,  # llama.cpp insists on one a sequence
+            max_outputs=max(info.max_logit_rows, num_sequences),  # llama.cpp insists on one a sequence
             num_threads=num_threads,
             kv_dtype=config.kv_cache_dtype,
         )

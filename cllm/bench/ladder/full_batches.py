@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...backends.base import Backend
 from ...batch import Batch, BatchManager
 from ...errors import CLLMError
 from ...executor import Executor
@@ -90,12 +92,7 @@ def launch(rig: Rig) -> Outcome:
 
 def _launch_all(rig: Rig, batches: list[list[Batch]]) -> Outcome:
     backend = rig.backend
-
-    def clear(slots: range) -> None:
-        for slot in slots:
-            backend.free(slot)
-
-    return _run_waves(rig, batches, lambda batch: backend.launch(batch).logits(), clear)
+    return _run_waves(rig, batches, lambda batch: backend.launch(batch).logits(), partial(_free, backend))
 
 
 def batch_manager(rig: Rig) -> Outcome:
@@ -121,11 +118,12 @@ def batch_manager(rig: Rig) -> Outcome:
                 sequence = sequences[part.member]
                 sequence.token_ids.append(known[part.member][sequence.num_output])
 
-    def clear(slots: range) -> None:
-        for slot in slots:
-            backend.free(slot)
+    return _run_waves(rig, waves, step, partial(_free, backend))
 
-    return _run_waves(rig, waves, step, clear)
+
+def _free(backend: Backend, slots: range) -> None:
+    for slot in slots:
+        backend.free(slot)
 
 
 def _plan(sequences: Sequence[Answer], parts: Sequence[Part]) -> Plan:
