@@ -50,5 +50,18 @@ class BatchManager:
         end = len(token_ids)
         self._arrays[:3, :end] = (token_ids, positions, slots)
         self._arrays[3, : len(logit_rows)] = logit_rows
-        ids, places, owners, rows = self._arrays
-        return Batch(ids[:end], places[:end], owners[:end], rows[: len(logit_rows)])
+        return self._batch(end, len(logit_rows))
+
+    def build_after(self, plan: Plan, token_ids: list[int]) -> Batch:
+        """The batch of the step after `plan`, before that has been committed: one of `token_ids` for each chunk."""
+        end = len(token_ids)
+        self._arrays[0, :end] = token_ids
+        self._arrays[1, :end] = [chunk.sequence.num_computed + chunk.num_tokens for chunk in plan.chunks]
+        slots = [chunk.sequence.slot for chunk in plan.chunks]
+        self._arrays[2, :end] = slots  # type: ignore[assignment]  # planned sequences have slots
+        self._arrays[3, :end] = range(end)
+        return self._batch(end, end)
+
+    def _batch(self, num_tokens: int, num_rows: int) -> Batch:
+        ids, positions, slots, rows = self._arrays
+        return Batch(ids[:num_tokens], positions[:num_tokens], slots[:num_tokens], rows[:num_rows])

@@ -30,6 +30,7 @@ class Engine:
     def __init__(self, executor: Executor, *, max_queue: int) -> None:
         self._executor = executor
         executor.deliver = self._deliver
+        executor.is_awaited = self._is_awaited
         self._max_queue = max_queue
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -188,9 +189,16 @@ class Engine:
             command()
         return not self._closing
 
+    def _is_awaited(self) -> bool:
+        """Whether there is something to do before a further step."""
+        return bool(self._inbox) or self._closing or self._is_one_due(time.perf_counter())
+
+    def _is_one_due(self, now: float) -> bool:
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
+
     def _expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed, in the queue or running."""
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._is_one_due(now):
             self._executor.settle()
             self._abort([heapq.heappop(self._deadlines)[1]], "deadline")
 

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .backends.base import Backend, BackendInfo, Floats, Step
-from .batch import BatchManager
+from .batch import Batch, BatchManager
 from .errors import BackendError
 from .plan import Plan
-from .sampler import sample_rows, top_logprobs
+from .sampler import Sampled, sample_rows, top_logprobs
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .stats import EngineStats
@@ -19,35 +20,47 @@ from .stats import EngineStats
 logger = logging.getLogger(__name__)
 
 
+class _UnderWay(NamedTuple):
+    """A step that has been launched."""
+
+    plan: Plan
+    step: Step
+
+
 class Executor:
     """Runs the sequences given to `scheduler.add` on one backend. Not thread-safe: one thread owns it.
 
     `deliver(sequences)` receives those that gained a token or ended in a step, with their text: at the step's end,
-    or, where the backend launches early, while it computes the next one. `settle` must come before anything else
-    happens to them.
+    or, where the backend launches early, while it computes the next one. There the next step is launched as soon as
+    its tokens are known, unless `is_awaited()`. `settle` must come before anything else happens to a sequence.
     """
 
     def __init__(self, backend: Backend, scheduler: Scheduler, batches: BatchManager) -> None:
         self.backend, self.scheduler, self.batches = backend, scheduler, batches
         self.deliver: Callable[[list[Sequence]], None] = lambda sequences: None
+        self.is_awaited: Callable[[], bool] = lambda: False
         self.stats = EngineStats()
+        self._under_way: _UnderWay | None = None
         self._unsettled: list[Sequence] = []
 
     def step(self) -> list[Sequence]:
         """Computes one step; returns the sequences that gained a token or ended in it."""
-        plan = self.scheduler.schedule()
-        if not plan.chunks:
+        under_way = self._under_way or self._begin()
+        if under_way is None:
             self.settle()
             return []
-        self.apply_operations()
-        launched = self._launch(plan)
-        surplus = self.settle(plan)
-        touched = self._unsettled = self._finish(plan, launched, surplus)
+        touched = self._finish(*under_way, goes_on=self.backend.info.launches_early)
         if not self.backend.info.launches_early:
             self.settle()
         return touched
 
-    def settle(self, plan: Plan | None = None) -> list[Sequence]:
+    def settle(self) -> None:
+        """Finishes the step under way, if there is one; makes text of the last tokens and delivers it, once."""
+        if self._under_way is not None:
+            self._finish(*self._under_way, goes_on=False)
+        self._settle(None)
+
+    def _settle(self, plan: Plan | None) -> list[Sequence]:
         """Makes text of the last step's tokens and delivers it, once.
 
         Returns the sequences that a stop string in it ended although `plan`, under way, computes one token more.
@@ -67,28 +80,62 @@ class Executor:
             self.deliver(settled)
         return surplus
 
-    def _launch(self, plan: Plan) -> Step:
+    def _begin(self) -> _UnderWay | None:
+        """Schedules and launches a step; None where there is nothing to compute."""
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return None
+        self.apply_operations()
+        return _UnderWay(plan, self._launch(lambda: self.batches.build(plan)))
+
+    def _launch(self, build: Callable[[], Batch]) -> Step:
         """The step under way; one that could not be launched fails when its logits are asked for."""
         try:
-            return self.backend.launch(self.batches.build(plan))
+            return self.backend.launch(build())
         except Exception as error:
             return _Failed(error)
 
-    def _finish(self, plan: Plan, launched: Step, surplus: list[Sequence]) -> list[Sequence]:
-        """Waits for the step, samples and commits; what `surplus` sequences gain is dropped. Returns those touched."""
+    def _finish(self, plan: Plan, launched: Step, *, goes_on: bool) -> list[Sequence]:
+        """Settles the step before, waits for this one, samples and commits; returns those touched.
+
+        `goes_on`: the next step may be launched before this one is committed. What sequences gain that the text of
+        the step before has ended is dropped.
+        """
+        self._under_way = None
+        surplus = self._settle(plan)
+        ahead = self.scheduler.plan_ahead(plan) if goes_on and not surplus else None
         try:
             logits = launched.logits()
         except Exception as error:
-            return self._recover(plan, surplus, error)
+            if ahead is not None:
+                self.scheduler.cancel(ahead.chunks)
+            self._unsettled = self._recover(plan, surplus, error)
+            return self._unsettled
         if plan.scores:
             logits = self._score(plan, logits)
         samplers = [sequence.sampler for sequence in plan.sampled]
         samples = sample_rows(logits, samplers, self.backend.argmax)
+        if ahead is not None:
+            self._go_on(plan, samples, ahead)
         now = time.perf_counter()
         touched = self.scheduler.commit(plan, samples, now)
         self.stats.count_step(plan, self.scheduler.max_num_seqs, now)
         self.apply_operations()
-        return [sequence for sequence in touched if sequence not in surplus] if surplus else touched
+        self._unsettled = [one for one in touched if one not in surplus] if surplus else touched
+        return self._unsettled
+
+    def _go_on(self, plan: Plan, samples: list[Sampled | BackendError], ahead: Plan) -> None:
+        """Launches the step after `plan`, unless a sample ends its sequence or somebody waits for this one's end."""
+        token_ids = [
+            sample.token_id
+            for sample, sequence in zip(samples, plan.sampled, strict=True)
+            if isinstance(sample, Sampled) and not sequence.ends_with(sample.token_id)
+        ]
+        if len(token_ids) < len(samples) or self.is_awaited():
+            self.scheduler.cancel(ahead.chunks)
+        else:
+            step = self._launch(lambda: self.batches.build_after(plan, token_ids))
+            self._under_way = _UnderWay(ahead, step)
 
     @staticmethod
     def _score(plan: Plan, logits: Floats) -> Floats:

@@ -84,6 +84,30 @@ class Scheduler:
             plan = self._plan()
         return plan
 
+    def plan_ahead(self, plan: Plan) -> Plan | None:
+        """The step after `plan`, which is under way: one token more for each of its sequences.
+
+        None where that may turn out otherwise: one ends or is still a prompt, another may come in, memory is short.
+        Its memory is reserved; `cancel` gives it back.
+        """
+        if self._suspects or plan.unsampled or plan.scores or len(plan.chunks) < len(self.running):
+            return None
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            return None
+        if any(sequence.num_output + 1 >= sequence.max_tokens for sequence in plan.sampled):
+            return None
+        ahead = Plan([Chunk(sequence, 1, 1) for sequence in plan.sampled], plan.sampled, [], False)
+        for number, sequence in enumerate(plan.sampled):
+            if not self.tree.reserve(_slot(sequence), 1):
+                self.cancel(ahead.chunks[:number])
+                return None
+        return ahead
+
+    def cancel(self, chunks: Iterable[Chunk]) -> None:
+        """These were planned and are not computed."""
+        for sequence, num_tokens, _ in chunks:
+            self.tree.reserve(_slot(sequence), -num_tokens)
+
     def commit(self, plan: Plan, samples: Iterable[Sampled | CLLMError], now: float) -> list[Sequence]:
         """Counts a step's tokens as computed and gives each sampled sequence its new token, or its error.
 
@@ -140,11 +164,11 @@ class Scheduler:
 
         Unless `nothing_changed`, what their slots held is lost and they start over.
         """
-        for sequence, num_tokens, _ in plan.chunks:
-            slot = _slot(sequence)
-            if nothing_changed:
-                self.tree.reserve(slot, -num_tokens)
-            else:
+        if nothing_changed:
+            self.cancel(plan.chunks)
+        else:
+            for sequence, _, _ in plan.chunks:
+                slot = _slot(sequence)
                 self.tree.remove(slot)
                 self.tree.open(slot)
                 self._operations.append(SlotOperation(slot))
@@ -164,8 +188,9 @@ class Scheduler:
         while self._evict():
             pass
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless slots and counts agree. For tests, and for the idle engine."""
+    def check_integrity(self, under_way: Plan | None = None) -> None:
+        """Raises AssertionError unless slots and counts agree, with this step under way. For tests, and for the idle
+        engine."""
         self.tree.check_integrity()
         busy = [sequence.slot for sequence in self.running]
         assert len(self.running) <= self.max_num_seqs
@@ -177,7 +202,8 @@ class Scheduler:
         assert all(s.num_pending >= 1 and not s.finish_reason for s in self.running), (
             "nothing left to compute"
         )
-        assert all(self.tree.length(_slot(s)) == s.num_computed for s in self.running)
+        coming = {} if under_way is None else {chunk.sequence: chunk.num_tokens for chunk in under_way.chunks}
+        assert all(self.tree.length(_slot(s)) == s.num_computed + coming.get(s, 0) for s in self.running)
         assert all(s in self.running for s in self._suspects), "a suspect does not run"
         for queue in (self.waiting, self.running):
             assert [*map(_urgency, queue)] == sorted(map(_urgency, queue)), "out of order"

@@ -176,12 +176,16 @@ class Sequence:
         if sampled.top is not None and sampled.logprob is not None:
             self._cumulative_logprob += sampled.logprob
             self._logprobs.append(self.named(sampled.top))
-        if token_id in self._end_ids:
+        if self.ends_with(token_id):
             self._end_at(token_id)
             return
         self._is_unread = True
         if num_output >= self.max_tokens:
             self.finish("length")
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this token, as the next one, ends the answer by itself."""
+        return token_id in self._end_ids
 
     def read(self) -> bool:
         """Makes text of the last token, where that has not been done; True where it ended the answer.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,31 +314,75 @@ def early_llm(script: MockScript, **config: Any) -> LLM:
     return LLM(backend="mock", **config)
 
 
-def test_outputs_are_delivered_while_the_next_step_is_computed(script: MockScript) -> None:
-    with early_llm(script) as llm:
-        backend = llm._engine._executor.backend
-        launch, events = backend.launch, list[str]()
+class Events(list[str]):
+    """What happens in an engine, in order: "launch 1 of 3 tokens", "logits 1", "commit", "piece"."""
 
-        def logged(batch: Any) -> Any:
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        executor = llm._engine._executor
+        backend, commit = executor.backend, executor.scheduler.commit
+        launch = backend.launch
+        self.on_logits: Callable[[int], None] = lambda number: None
+
+        def logged_launch(batch: Any) -> Any:
             step, number = launch(batch), backend.num_steps
-            events.append(f"launch {number}")
+            self.append(f"launch {number} of {len(batch.token_ids)} tokens")
 
-            class Logged:
-                def logits(self) -> Any:
-                    events.append(f"logits {number}")
-                    return step.logits()
+            def logits() -> Any:
+                self.append(f"logits {number}")
+                self.on_logits(number)
+                return step.logits()
 
-            return Logged()
+            return SimpleNamespace(logits=logits)
 
-        backend.launch = logged
+        def logged_commit(*args: Any) -> Any:
+            self.append("commit")
+            return commit(*args)
+
+        monkeypatch.setattr(backend, "launch", logged_launch)
+        monkeypatch.setattr(executor.scheduler, "commit", logged_commit)
+
+
+def test_a_step_is_launched_ahead_and_outputs_are_delivered_while_it_is_computed(
+    script: MockScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with early_llm(script) as llm:
+        events = Events(llm, monkeypatch)
         for piece in delivered(llm, "x", SamplingParams(max_tokens=3, ignore_eos=True), events):
             assert piece.token_ids
     assert events == [
-        *("launch 1", "logits 1"),
-        *("launch 2", "piece", "logits 2"),
-        *("launch 3", "piece", "logits 3"),
-        "piece",  # nothing is left to launch
+        *("launch 1 of 1 tokens", "logits 1"),
+        *("launch 2 of 1 tokens", "commit", "piece", "logits 2"),
+        *("launch 3 of 1 tokens", "commit", "piece", "logits 3"),
+        *("commit", "piece"),  # nothing is left to launch
     ]
+
+
+def test_who_comes_while_a_step_is_computed_is_in_the_next_one(
+    script: MockScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is launched ahead of somebody who waits."""
+    with early_llm(script) as llm:
+        events, ended = Events(llm, monkeypatch), SimpleQueue[Any]()
+        first, second = (
+            llm.make_request(prompt, SamplingParams(max_tokens=number, ignore_eos=True), ended.put)
+            for prompt, number in (("x", 5), ("yz", 1))
+        )
+        events.on_logits = lambda number: llm.submit([second]) if number == 3 else None
+        llm.submit([first])
+        assert [ended.get(timeout=60)[0].prompt for _ in range(2)] == ["yz", "x"]
+    launches = [event for event in events if event.startswith("launch")]
+    assert launches == [f"launch {n} of {3 if n == 4 else 1} tokens" for n in range(1, 6)]
+
+
+def test_nothing_is_launched_ahead_of_an_end(script: MockScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's end is a sampled token: what was reserved for a step more is given back."""
+    script.tokens = {3: 258}  # <|endoftext|>, the third token
+    with early_llm(script) as llm:
+        events = Events(llm, monkeypatch)
+        (*_, last) = delivered(llm, "x", SamplingParams(max_tokens=9, temperature=0), events)
+        assert last.finish_reason == "stop"
+        assert_baseline(llm)
+    assert events[-4:] == ["piece", "logits 3", "commit", "piece"]
 
 
 def delivered(llm: LLM, prompt: str, params: SamplingParams, events: list[str]) -> list[Any]:

@@ -38,8 +38,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         capacity=st.sampled_from([96, 160, 400]),
         idle=st.sampled_from([None, 0, 64]),
         launches_early=st.booleans(),
+        awaited=st.randoms(use_true_random=False),
     )
-    def start(self, budget: int, capacity: int, idle: int | None, launches_early: bool) -> None:
+    def start(
+        self, budget: int, capacity: int, idle: int | None, launches_early: bool, awaited: random.Random
+    ) -> None:
         config = EngineConfig(backend="mock", max_num_seqs=4, kv_cache_tokens=capacity, context_length=96)
         self.script = MockScript(launches_early=launches_early)
         self.backend, self.tokenizer = load_mock(config, self.script)
@@ -55,6 +58,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         )
         self.executor = Executor(self.backend, self.scheduler, BatchManager(budget))
         self.executor.deliver = self.hear
+        self.executor.is_awaited = lambda: awaited.random() < 0.2
         self.open: list[Sequence] = []
         self.number = 0
 
@@ -154,13 +158,16 @@ class ExecutorMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check_integrity()
+        plan = self.executor._under_way and self.executor._under_way.plan
+        coming = {} if plan is None else {chunk.sequence: chunk.num_tokens for chunk in plan.chunks}
+        self.scheduler.check_integrity(plan)
         assert self.scheduler.has_work == any(not sequence.finish_reason for sequence in self.open)
-        if self.scheduler._operations:
-            return  # decided, and carried out before the next step
+        if self.scheduler._operations or (plan and self.backend.num_steps - 1 in self.script.refusals):
+            return  # decided, and carried out before the next step; or launched ahead, but refused
         for sequence in self.open:
             if sequence.slot is not None:
-                assert self.backend.histories[sequence.slot] == sequence.token_ids[: sequence.num_computed]
+                num_seen = sequence.num_computed + coming.get(sequence, 0)
+                assert self.backend.histories[sequence.slot] == sequence.token_ids[:num_seen]
         for slot, history in enumerate(self.backend.histories):
             held = self.scheduler.tree.length(slot) if slot in self.scheduler.tree.slots else 0
             assert len(history) == held

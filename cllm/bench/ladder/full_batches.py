@@ -143,6 +143,9 @@ class FullBatches(Scheduler):
     def schedule(self) -> Plan:
         return _plan(self._sequences, next(self._steps))
 
+    def plan_ahead(self, plan: Plan) -> None:
+        """Nothing is known ahead: `schedule` gives the steps one by one."""
+
     def commit(self, plan: Plan, samples: Iterable[Sampled | CLLMError], now: float) -> list[Answer]:
         for sequence, num_tokens, _ in plan.chunks:
             sequence.num_computed += num_tokens
