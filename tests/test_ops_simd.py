@@ -40,6 +40,38 @@ def test_norm_matches_plain() -> None:
 
 
 @HERE
+@pytest.mark.parametrize("count", [16, 80])
+def test_exponentials_match_plain(isa: str, count: int) -> None:
+    """The same function, lanes and tree as `ops.exp32` and `ops.sum_lanes`; a masked score is 0."""
+    call = compile_here(lambda module: ops_simd.emit_exponentials(module, isa), 3)
+    scores = (rng.standard_normal(count) * 30).astype(np.float32)
+    scores[[3, count - 1]] = -np.inf, scores.max() - 86.99
+    exp32 = np.vectorize(ops.exp32.py_func, otypes=[np.float32])
+    expected = exp32(scores - scores.max())
+    lanes = np.zeros(16, np.float32)
+    for row in expected.reshape(-1, 16):
+        lanes += row
+    reciprocal = np.zeros(1, np.float32)
+    with guarded(scores) as found:
+        call(found.ctypes.data, count, reciprocal.ctypes.data)
+        assert found.tobytes() == expected.tobytes()
+    assert found[3] == 0
+    assert reciprocal[0] == np.float32(1) / sum_lanes.py_func(lanes)
+
+
+@HERE
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_exponentials_of_what_is_not_finite(isa: str, value: float) -> None:
+    """One NaN, an infinity or nothing but -infinity makes the sum NaN, never a number that looks right."""
+    call = compile_here(lambda module: ops_simd.emit_exponentials(module, isa), 3)
+    scores = np.full(32, value if value < 0 else 1, np.float32)
+    scores[20] = value
+    reciprocal = np.zeros(1, np.float32)
+    call(scores.ctypes.data, 32, reciprocal.ctypes.data)
+    assert np.isnan(reciprocal[0])
+
+
+@HERE
 def test_halves_are_those_of_numpy(isa: str) -> None:
     call = compile_here(lambda module: ops_simd.emit_to_halves(module, isa), 3)
     # Every upper half of a float32, with lower halves on both sides of each tie of float16.

@@ -21,12 +21,12 @@ from numba.extending import overload
 from .isa import host_isa
 from .jit import inlined, intrinsic, kernel
 from .kv_cache import BLOCK, CHUNK
-from .ops import exp32, sum_lanes
-from .ops_simd import to_halves
+from .ops_simd import exponentials, to_halves
 from .simd import F32, I64, Emitter, Value, call_emitted, make_internal, start_function
 
 TILE_TOKENS = 4
 _ISA = host_isa()
+_MOST_BLOCKS = 4  # whose values one call adds up: more would no longer lie in the first cache
 _MOST_ROWS = 8 if _ISA == "avx512vnni" else 4  # that the registers hold sums for
 
 
@@ -193,8 +193,13 @@ def attend_tile(  # type: ignore[no-untyped-def]
     scale = np.float32(1) / np.sqrt(np.float32(width))
     _score_blocks(queries, num_rows, keys, layer, table, kv_head, positions[end - 1] + 1, scale, scores)
     for row in range(num_rows):
+        num_seen = positions[begin + row // group] + 1
+        padded = (num_seen + BLOCK - 1) // BLOCK * BLOCK
+        for position in range(num_seen, padded):
+            scores[row, position] = -np.inf
         # The reciprocal of the sum stands where the query is no longer needed.
-        queries[row, 0] = _exponentials(scores[row], positions[begin + row // group] + 1)
+        at = scores.ctypes.data + 4 * scores.shape[1] * row
+        exponentials(at, padded, queries.ctypes.data + 4 * width * row)
     first_seen = positions[begin] + 1
     _weigh_blocks(scores, num_rows, group, values, layer, table, kv_head, first_seen, end - begin, results)
     for row in range(num_rows):
@@ -233,29 +238,18 @@ def _score_blocks(queries, num_rows, keys, layer, table, kv_head, num_seen, scal
             _scores(1, keys, q, q_stride, block, width, scale, out, out_stride)
 
 
-@kernel
-def _exponentials(scores, num_seen):  # type: ignore[no-untyped-def]
-    """In place e^(score - largest) of the first `num_seen` scores; the reciprocal of their sum."""
-    padded = (num_seen + BLOCK - 1) // BLOCK * BLOCK
-    for i in range(num_seen, padded):
-        scores[i] = -np.inf
-    lanes = np.empty(BLOCK, np.float32)
-    for lane in range(BLOCK):
-        lanes[lane] = scores[lane]
-    for start in range(0, padded, BLOCK):
-        for lane in range(BLOCK):
-            score = scores[start + lane]
-            lanes[lane] = score if score > lanes[lane] else lanes[lane]
-    largest = lanes[0]
-    for lane in range(BLOCK):
-        largest = max(largest, lanes[lane])
-        lanes[lane] = np.float32(0)
-    for i in range(padded):
-        scores[i] = exp32(scores[i] - largest)  # 0 behind the last position
-    for start in range(0, padded, BLOCK):
-        for lane in range(BLOCK):
-            lanes[lane] += scores[start + lane]
-    return np.float32(1) / sum_lanes(lanes)
+@inlined
+def _num_adjacent(table, place, end):  # type: ignore[no-untyped-def]
+    """How many blocks of the table from `place` on, before `end`, lie side by side, counted up to _MOST_BLOCKS."""
+    first, count = table[place], 1
+    while (
+        count < _MOST_BLOCKS
+        and place + count < end
+        and table[place + count] == first + count
+        and (first + count) % CHUNK != 0
+    ):
+        count += 1
+    return count
 
 
 @kernel
@@ -268,9 +262,11 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
     """
     width = results.shape[1]
     stride, out_stride = 4 * scores.shape[1], 4 * width
-    for start in range(0, first_seen + num_tokens - 1, BLOCK):
+    start, end = 0, first_seen + num_tokens - 1
+    while start < end:
+        num_positions = BLOCK * _num_adjacent(table, start // BLOCK, (end + BLOCK - 1) // BLOCK)
         block = _address(values, layer, kv_head, table[start // BLOCK])
-        shared = max(0, min(BLOCK, first_seen - start))
+        shared = max(0, min(num_positions, first_seen - start))
         weights, out = scores.ctypes.data + 4 * start, results.ctypes.data
         left = num_rows
         while left >= _MOST_ROWS:
@@ -289,11 +285,12 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
         if left:
             _weigh(1, values, weights, stride, block, width, 0, shared, out, out_stride)
         for row in range(group, num_rows):
-            seen = max(0, min(BLOCK, first_seen + row // group - start))
+            seen = max(0, min(num_positions, first_seen + row // group - start))
             if seen > shared:
                 weights = scores.ctypes.data + row * stride + 4 * start
                 out = results.ctypes.data + row * out_stride
                 _weigh(1, values, weights, stride, block, width, shared, seen, out, out_stride)
+        start += num_positions
 
 
 @kernel

@@ -1,20 +1,23 @@
-"""Two operations beside the matrix products that are worth vector instructions: the norm, whose sum LLVM does not keep
-in registers, and the rounding of keys and values to float16. Their plain twins are `ops.rms_norm`, of the same bits,
-and `rounding.to_half`. Widths are whole vectors of 16.
+"""Operations beside the matrix products that are worth vector instructions: the norm and the softmax, whose sums LLVM
+does not keep in registers, and the rounding of keys and values to float16. Their plain twins are `ops.rms_norm` and
+`ops.exp32`, of the same bits, and `rounding.to_half`. Widths are whole vectors of 16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
+from . import ops
 from .isa import host_isa
 from .jit import inlined, intrinsic
 from .ops import LANES
-from .simd import I64, Emitter, Value, call_emitted, make_internal, start_function
+from .simd import F32, I64, Emitter, Value, Variable, call_emitted, make_internal, start_function
 
 _ISA = host_isa()
 
@@ -32,13 +35,68 @@ def emit_sum_of_squares(module: ir.Module, isa: str) -> Value:
         for r, total in enumerate(sums):
             value = e.load(e.f32, base, 4 * e.lanes * r)
             total.set(b.fadd(total.get(), e.fmul(value, value)))
-    # As `ops.sum_lanes`: halves are added until four lanes are left.
-    quarters = [part for total in sums for part in _in_fours(e, total.get())]
-    four = b.fadd(b.fadd(quarters[0], quarters[2]), b.fadd(quarters[1], quarters[3]))
-    lanes = [b.extract_element(four, ir.Constant(ir.IntType(32), i)) for i in range(4)]
-    e.store(b.fadd(b.fadd(lanes[0], lanes[2]), b.fadd(lanes[1], lanes[3])), out)
+    e.store(_fold(e, sums, b.fadd), out)
     b.ret_void()
     return function
+
+
+def emit_exponentials(module: ir.Module, isa: str) -> Value:
+    """The function (scores, count, out), i64: in place e^(score - largest) of float32 scores[0..count], and the
+    reciprocal of their sum, over 16 lanes, to `out`."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "cllm_exponentials")
+    make_internal(function)
+    scores, count, out = function.args
+    e = Emitter(start_function(function), isa)
+    b, places = e.builder, [4 * e.lanes * r for r in range(LANES // e.lanes)]
+
+    def larger(new: Value, old: Value) -> Value:
+        return b.select(b.fcmp_ordered(">", new, old), new, old)
+
+    tops = [e.variable(e.load(e.f32, scores, place)) for place in places]
+    with e.loop(count, LANES) as column:
+        base = e.address(scores, e.mul(column, ir.Constant(I64, 4)))
+        for place, top in zip(places, tops, strict=True):
+            top.set(larger(e.load(e.f32, base, place), top.get()))
+    largest = e.splat(_fold(e, tops, larger), e.f32)
+    sums = [e.variable(e.zero(e.f32)) for _ in places]
+    with e.loop(count, LANES) as column:
+        base = e.address(scores, e.mul(column, ir.Constant(I64, 4)))
+        for place, total in zip(places, sums, strict=True):
+            value = _exp(e, b.fsub(e.load(e.f32, base, place), largest))
+            e.store(value, base, place)
+            total.set(b.fadd(total.get(), value))
+    e.store(b.fdiv(ir.Constant(F32, 1.0), _fold(e, sums, b.fadd)), out)
+    b.ret_void()
+    return function
+
+
+def _exp(e: Emitter, x: Value) -> Value:
+    """e^x, operation by operation that of `ops.exp32`."""
+    b = e.builder
+
+    def number(value: Any) -> Value:
+        return e.splat(float(value), e.f32)
+
+    is_small = b.fcmp_ordered("<", x, number(ops.EXP_MIN))
+    x = b.select(is_small, number(ops.EXP_MIN), x)
+    x = b.select(b.fcmp_ordered(">", x, number(ops.EXP_MAX)), number(ops.EXP_MAX), x)
+    shifted = b.fadd(b.fmul(x, number(ops.LOG2_E)), number(ops.TO_NEAREST))
+    n = b.fsub(shifted, number(ops.TO_NEAREST))
+    r = b.fsub(b.fsub(x, b.fmul(n, number(ops.LN2_HIGH))), b.fmul(n, number(ops.LN2_LOW)))
+    p = number(ops.EXP_TERMS[0])
+    for term in ops.EXP_TERMS[1:]:
+        p = b.fadd(b.fmul(p, r), number(term))
+    p = b.fadd(b.fadd(b.fmul(b.fmul(p, r), r), r), number(1))
+    power = e.cast(e.left(e.add(e.cast(shifted, e.i32), e.splat(127, e.i32)), 23), e.f32)
+    return b.select(is_small, e.zero(e.f32), b.fmul(p, power))
+
+
+def _fold(e: Emitter, vectors: Sequence[Variable], combine: Callable[[Value, Value], Value]) -> Value:
+    """One of the 16 lanes, combined as by `ops.sum_lanes`: in halves, down to four lanes, and then one by one."""
+    quarters = [part for vector in vectors for part in _in_fours(e, vector.get())]
+    four = combine(combine(quarters[0], quarters[2]), combine(quarters[1], quarters[3]))
+    lanes = [e.builder.extract_element(four, ir.Constant(ir.IntType(32), i)) for i in range(4)]
+    return combine(combine(lanes[0], lanes[2]), combine(lanes[1], lanes[3]))
 
 
 def _in_fours(e: Emitter, vector: Value) -> list[Value]:
@@ -67,6 +125,17 @@ def emit_to_halves(module: ir.Module, isa: str) -> Value:
 def _sum_of_squares(typing_context, x, width, out):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         call_emitted(builder, "cllm_sum_of_squares", partial(emit_sum_of_squares, isa=_ISA), values)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 3), generate
+
+
+@intrinsic
+def exponentials(typing_context, scores, count, out):  # type: ignore[no-untyped-def]
+    """`emit_exponentials`."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        call_emitted(builder, "cllm_exponentials", partial(emit_exponentials, isa=_ISA), values)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3), generate
