@@ -70,8 +70,12 @@ def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Val
     e = Emitter(start_function(function), isa)
     b, size = e.builder, 2 if half else 4
     done = e.variable(ir.Constant(I64, 0))  # channels
-    most = (16 if e.lanes == 16 else 8) // num_rows  # vectors of channels: as many sums as the registers hold
-    for num_vectors in (most, 1) if most > 1 else (1,):
+    most = min(
+        8, (16 if e.lanes == 16 else 8) // num_rows
+    )  # vectors of channels: the registers hold their sums
+    for num_vectors in dict.fromkeys(
+        (most, min(most, 4), 1)
+    ):  # heads are 8 or 4 vectors wide, or what is left
         chunk = num_vectors * e.lanes
         with e.loop(b.sdiv(b.sub(width, done.get()), ir.Constant(I64, chunk))):
             outs = [
