@@ -50,6 +50,16 @@ def make_plan(chunks: list[Chunk]) -> Plan:
     return Plan(chunks, sampled, unsampled, any(chunk.sequence.wants_prompt_logprobs for chunk in chunks))
 
 
+def plan_after(plan: Plan) -> Plan | None:
+    """One token more for each sequence of `plan`, which has not been computed yet.
+
+    None where one of them ends in it, as far as is known, or is still a prompt afterwards.
+    """
+    if plan.unsampled or plan.scores or any(s.num_output + 1 >= s.max_tokens for s in plan.sampled):
+        return None
+    return Plan([Chunk(sequence, 1, 1) for sequence in plan.sampled], plan.sampled, [], False)
+
+
 def prompt_chunks(prompts: list[Sequence], tokens: int, rows: int) -> Iterator[Chunk]:
     """Shares `tokens`, and `rows` of logits, among prompts, given by age: the one with the fewest tokens left
     first, the oldest second, so that neither a short nor a long one starves, then the others by length.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .errors import CLLMError
 from .kv_tree import KVTree, Match
-from .plan import Chunk, Plan, SlotOperation, make_plan, prompt_chunks
+from .plan import Chunk, Plan, SlotOperation, make_plan, plan_after, prompt_chunks
 from .sampler import Sampled
 from .sequence import Sequence
 
@@ -85,22 +85,19 @@ class Scheduler:
         return plan
 
     def plan_ahead(self, plan: Plan) -> Plan | None:
-        """The step after `plan`, which is under way: one token more for each of its sequences.
+        """The step after `plan`, which is under way, with its memory reserved, which `cancel` gives back.
 
-        None where that may turn out otherwise: one ends or is still a prompt, another may come in, memory is short.
-        Its memory is reserved; `cancel` gives it back.
+        None where it may turn out otherwise: the same sequences would not go on, or another may come in.
         """
-        if self._suspects or plan.unsampled or plan.scores or len(plan.chunks) < len(self.running):
+        may_admit = self.waiting and len(self.running) < self.max_num_seqs
+        if may_admit or self._suspects or len(plan.chunks) < len(self.running):
             return None
-        if self.waiting and len(self.running) < self.max_num_seqs:
-            return None
-        if any(sequence.num_output + 1 >= sequence.max_tokens for sequence in plan.sampled):
-            return None
-        ahead = Plan([Chunk(sequence, 1, 1) for sequence in plan.sampled], plan.sampled, [], False)
-        for number, sequence in enumerate(plan.sampled):
-            if not self.tree.reserve(_slot(sequence), 1):
-                self.cancel(ahead.chunks[:number])
-                return None
+        ahead = plan_after(plan)
+        if ahead is not None:
+            for number, chunk in enumerate(ahead.chunks):
+                if not self.tree.reserve(_slot(chunk.sequence), 1):
+                    self.cancel(ahead.chunks[:number])
+                    return None
         return ahead
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
@@ -189,8 +186,7 @@ class Scheduler:
             pass
 
     def check_integrity(self, under_way: Plan | None = None) -> None:
-        """Raises AssertionError unless slots and counts agree, with this step under way. For tests, and for the idle
-        engine."""
+        """Raises AssertionError unless slots and counts agree, with this step under way. For tests."""
         self.tree.check_integrity()
         busy = [sequence.slot for sequence in self.running]
         assert len(self.running) <= self.max_num_seqs
