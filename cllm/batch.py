@@ -23,7 +23,7 @@ class Batch:
 
 
 class BatchManager:
-    """Fills the same arrays again for each step; a batch is valid until the next `build`."""
+    """Fills the same arrays again for each step; a batch is valid until the next one is built."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._arrays = np.zeros((4, max_num_batched_tokens), np.int32)

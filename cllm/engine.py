@@ -30,7 +30,7 @@ class Engine:
     def __init__(self, executor: Executor, *, max_queue: int) -> None:
         self._executor = executor
         executor.deliver = self._deliver
-        executor.is_awaited = self._is_awaited
+        executor.must_pause = self._must_pause
         self._max_queue = max_queue
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -183,13 +183,14 @@ class Engine:
             commands = list(self._inbox)
             self._inbox.clear()
             self._num_arriving = 0
-        if commands or self._closing:
+            is_closing = self._closing
+        if commands or is_closing:
             executor.settle()  # what they cancel has been delivered as far as it came
         for command in commands:
             command()
-        return not self._closing
+        return not is_closing
 
-    def _is_awaited(self) -> bool:
+    def _must_pause(self) -> bool:
         """Whether there is something to do before a further step."""
         return bool(self._inbox) or self._closing or self._is_one_due(time.perf_counter())
 

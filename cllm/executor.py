@@ -1,4 +1,5 @@
-"""One step: schedule, build, launch, sample, commit. It owns the circle and nothing that stands on it."""
+"""One step: schedule, build, launch, sample, commit; on a GPU the next launch goes before commit. It owns the circle
+and nothing that stands on it."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ class Executor:
 
     `deliver(sequences)` receives those that gained a token or ended in a step, with their text: at the step's end,
     or, where the backend launches early, while it computes the next one. There the next step is launched as soon as
-    its tokens are known, unless `is_awaited()`. `settle` must come before anything else happens to a sequence.
+    its tokens are known, unless `must_pause()`. `settle` must come before anything else happens to a sequence.
     """
 
     def __init__(self, backend: Backend, scheduler: Scheduler, batches: BatchManager) -> None:
         self.backend, self.scheduler, self.batches = backend, scheduler, batches
         self.deliver: Callable[[list[Sequence]], None] = lambda sequences: None
-        self.is_awaited: Callable[[], bool] = lambda: False
+        self.must_pause: Callable[[], bool] = lambda: False
         self.stats = EngineStats()
         self._under_way: _UnderWay | None = None
         self._unsettled: list[Sequence] = []
@@ -58,9 +59,9 @@ class Executor:
         """Finishes the step under way, if there is one; makes text of the last tokens and delivers it, once."""
         if self._under_way is not None:
             self._finish(*self._under_way, goes_on=False)
-        self._settle(None)
+        self._hand_over(None)
 
-    def _settle(self, plan: Plan | None) -> list[Sequence]:
+    def _hand_over(self, plan: Plan | None) -> list[Sequence]:
         """Makes text of the last step's tokens and delivers it, once.
 
         Returns the sequences that a stop string in it ended although `plan`, under way, computes one token more.
@@ -102,40 +103,39 @@ class Executor:
         the step before has ended is dropped.
         """
         self._under_way = None
-        surplus = self._settle(plan)
+        surplus = self._hand_over(plan)
         ahead = self.scheduler.plan_ahead(plan) if goes_on and not surplus else None
         try:
             logits = launched.logits()
         except Exception as error:
             if ahead is not None:
-                self.scheduler.cancel(ahead.chunks)
+                self.scheduler.unreserve(ahead.chunks)
             self._unsettled = self._recover(plan, surplus, error)
             return self._unsettled
         if plan.scores:
             logits = self._score(plan, logits)
         samplers = [sequence.sampler for sequence in plan.sampled]
         samples = sample_rows(logits, samplers, self.backend.argmax)
-        if ahead is not None:
-            self._go_on(plan, samples, ahead)
+        under_way = None if ahead is None else self._launch_after(plan, samples, ahead)
         now = time.perf_counter()
         touched = self.scheduler.commit(plan, samples, now)
         self.stats.count_step(plan, self.scheduler.max_num_seqs, now)
         self.apply_operations()
+        # Not before: whoever settles after a fault in what stands above must find no step on top of a lost one.
+        self._under_way = under_way
         self._unsettled = [one for one in touched if one not in surplus] if surplus else touched
         return self._unsettled
 
-    def _go_on(self, plan: Plan, samples: list[Sampled | BackendError], ahead: Plan) -> None:
-        """Launches the step after `plan`, unless a sample ends its sequence or somebody waits for this one's end."""
-        token_ids = [
-            sample.token_id
-            for sample, sequence in zip(samples, plan.sampled, strict=True)
-            if isinstance(sample, Sampled) and not sequence.ends_with(sample.token_id)
-        ]
-        if len(token_ids) < len(samples) or self.is_awaited():
-            self.scheduler.cancel(ahead.chunks)
-        else:
-            step = self._launch(lambda: self.batches.build_after(plan, token_ids))
-            self._under_way = _UnderWay(ahead, step)
+    def _launch_after(
+        self, plan: Plan, samples: list[Sampled | BackendError], ahead: Plan
+    ) -> _UnderWay | None:
+        """Launches `ahead`, unless a sample ends its sequence or there is something to do before it."""
+        token_ids = [sample.token_id for sample in samples if isinstance(sample, Sampled)]
+        ends = len(token_ids) < len(samples) or any(map(Sequence.ends_with, plan.sampled, token_ids))
+        if ends or self.must_pause():
+            self.scheduler.unreserve(ahead.chunks)
+            return None
+        return _UnderWay(ahead, self._launch(lambda: self.batches.build_after(plan, token_ids)))
 
     @staticmethod
     def _score(plan: Plan, logits: Floats) -> Floats:

@@ -85,7 +85,7 @@ class Scheduler:
         return plan
 
     def plan_ahead(self, plan: Plan) -> Plan | None:
-        """The step after `plan`, which is under way, with its memory reserved, which `cancel` gives back.
+        """The step after `plan`, which is under way, with its memory reserved, which `unreserve` gives back.
 
         None where it may turn out otherwise: the same sequences would not go on, or another may come in.
         """
@@ -96,11 +96,11 @@ class Scheduler:
         if ahead is not None:
             for number, chunk in enumerate(ahead.chunks):
                 if not self.tree.reserve(_slot(chunk.sequence), 1):
-                    self.cancel(ahead.chunks[:number])
+                    self.unreserve(ahead.chunks[:number])
                     return None
         return ahead
 
-    def cancel(self, chunks: Iterable[Chunk]) -> None:
+    def unreserve(self, chunks: Iterable[Chunk]) -> None:
         """These were planned and are not computed."""
         for sequence, num_tokens, _ in chunks:
             self.tree.reserve(_slot(sequence), -num_tokens)
@@ -162,7 +162,7 @@ class Scheduler:
         Unless `nothing_changed`, what their slots held is lost and they start over.
         """
         if nothing_changed:
-            self.cancel(plan.chunks)
+            self.unreserve(plan.chunks)
         else:
             for sequence, _, _ in plan.chunks:
                 slot = _slot(sequence)

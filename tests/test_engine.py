@@ -374,6 +374,32 @@ def test_who_comes_while_a_step_is_computed_is_in_the_next_one(
     assert launches == [f"launch {n} of {3 if n == 4 else 1} tokens" for n in range(1, 6)]
 
 
+@pytest.mark.parametrize("faulty", ["scheduler.commit", "stats.count_step"])
+@pytest.mark.parametrize("max_tokens", [2, 6])
+def test_a_fault_with_a_step_launched_ahead_leaves_no_hole(
+    script: MockScript, monkeypatch: pytest.MonkeyPatch, faulty: str, max_tokens: int
+) -> None:
+    """The engine dies between the launch of a step and the commit of the one before: what came is a beginning."""
+    script.tokens = {length: ord("a") + length for length in range(1, 20)}
+    with early_llm(script) as llm:
+        owner, _, name = faulty.partition(".")
+        executor = llm._engine._executor
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(getattr(executor, owner), name, fail)
+        ended = SimpleQueue[Any]()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        llm.submit([llm.make_request("x", params, ended.put)])
+        (output,) = ended.get(timeout=60)
+        answer = output.outputs[0]
+        assert answer.finish_reason == "error"
+        assert "a bug" in str(output.error)
+        assert answer.text == bytes(answer.token_ids).decode()
+        assert "bcdefg".startswith(answer.text)
+
+
 def test_nothing_is_launched_ahead_of_an_end(script: MockScript, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's end is a sampled token: what was reserved for a step more is given back."""
     script.tokens = {3: 258}  # <|endoftext|>, the third token

@@ -58,7 +58,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         )
         self.executor = Executor(self.backend, self.scheduler, BatchManager(budget))
         self.executor.deliver = self.hear
-        self.executor.is_awaited = lambda: awaited.random() < 0.2
+        self.executor.must_pause = lambda: awaited.random() < 0.2
         self.open: list[Sequence] = []
         self.number = 0
 

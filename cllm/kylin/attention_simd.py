@@ -1,4 +1,4 @@
-"""Attention with vector instructions: the inner loops over a block of 16 positions, and the kernel made of them.
+"""Attention with vector instructions: the inner loops over blocks of 16 positions, and the kernel made of them.
 
 It computes what `attention.py` does, which is its plain twin. A work item is a *tile* of up to 4 tokens in a row
 of one sequence, times one kv-head: the query heads of the tile share each load of keys and values.
@@ -26,7 +26,7 @@ from .simd import F32, I64, Emitter, Value, call_emitted, make_internal, start_f
 
 TILE_TOKENS = 4
 _ISA = host_isa()
-_MOST_BLOCKS = 4  # whose values one call adds up: more would no longer lie in the first cache
+_MOST_BLOCKS = 4  # whose values one call adds up: 16 KB of f16 at a width of 128, half of the first cache
 _MOST_ROWS = 8 if _ISA == "avx512vnni" else 4  # that the registers hold sums for
 
 
@@ -62,7 +62,7 @@ def emit_scores(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Va
 def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Value:
     """The function (weights, weights_stride, values, width, begin, end, out, out_stride) in `module`, all i64.
 
-    out[row] += sum over begin <= p < end of weights[row][p] * values[p], for one block [16][width].
+    out[row] += sum over begin <= p < end of weights[row][p] * values[p], for adjacent blocks [positions][width].
     """
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), f"cllm_weigh_{num_rows}_{half}")
     make_internal(function)
@@ -70,12 +70,10 @@ def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Val
     e = Emitter(start_function(function), isa)
     b, size = e.builder, 2 if half else 4
     done = e.variable(ir.Constant(I64, 0))  # channels
-    most = min(
-        8, (16 if e.lanes == 16 else 8) // num_rows
-    )  # vectors of channels: the registers hold their sums
-    for num_vectors in dict.fromkeys(
-        (most, min(most, 4), 1)
-    ):  # heads are 8 or 4 vectors wide, or what is left
+    # Vectors of channels at once: as many sums as the registers hold, first for heads that are 8 vectors wide, then
+    # for those of 4, then for what is left.
+    most = min(8, (16 if e.lanes == 16 else 8) // num_rows)
+    for num_vectors in sorted({most, min(most, 4), 1}, reverse=True):
         chunk = num_vectors * e.lanes
         with e.loop(b.sdiv(b.sub(width, done.get()), ir.Constant(I64, chunk))):
             outs = [
@@ -201,9 +199,9 @@ def attend_tile(  # type: ignore[no-untyped-def]
         padded = (num_seen + BLOCK - 1) // BLOCK * BLOCK
         for position in range(num_seen, padded):
             scores[row, position] = -np.inf
-        # The reciprocal of the sum stands where the query is no longer needed.
-        at = scores.ctypes.data + 4 * scores.shape[1] * row
-        exponentials(at, padded, queries.ctypes.data + 4 * width * row)
+        # The reciprocal of the sum goes to queries[row, 0], where the query is no longer needed.
+        reciprocal_at = queries.ctypes.data + 4 * width * row
+        exponentials(scores.ctypes.data + 4 * scores.shape[1] * row, padded, reciprocal_at)
     first_seen = positions[begin] + 1
     _weigh_blocks(scores, num_rows, group, values, layer, table, kv_head, first_seen, end - begin, results)
     for row in range(num_rows):

@@ -1,6 +1,6 @@
 """Operations beside the matrix products that are worth vector instructions: the norm and the softmax, whose sums LLVM
-does not keep in registers, and the rounding of keys and values to float16. Their plain twins are `ops.rms_norm` and
-`ops.exp32`, of the same bits, and `rounding.to_half`. Widths are whole vectors of 16.
+does not keep in registers, and the rounding of keys and values to float16. Their plain twins are `ops.rms_norm`,
+`ops.exp32` and `ops.sum_lanes`, of the same bits, and `rounding.to_half`. Widths are whole vectors of 16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def emit_sum_of_squares(module: ir.Module, isa: str) -> Value:
 
 def emit_exponentials(module: ir.Module, isa: str) -> Value:
     """The function (scores, count, out), i64: in place e^(score - largest) of float32 scores[0..count], and the
-    reciprocal of their sum, over 16 lanes, to `out`."""
+    reciprocal of their sum, over 16 lanes, to `out`. `count`: a positive multiple of 16."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "cllm_exponentials")
     make_internal(function)
     scores, count, out = function.args

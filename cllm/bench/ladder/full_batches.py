@@ -144,7 +144,7 @@ class FullBatches(Scheduler):
         return _plan(self._sequences, next(self._steps))
 
     def plan_ahead(self, plan: Plan) -> None:
-        """Nothing is known ahead: `schedule` gives the steps one by one."""
+        """Nothing is known ahead: `schedule` gives the steps one by one. On a GPU rung 4 gains by what it knows."""
 
     def commit(self, plan: Plan, samples: Iterable[Sampled | CLLMError], now: float) -> list[Answer]:
         for sequence, num_tokens, _ in plan.chunks:
