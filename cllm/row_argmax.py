@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kylin.jit import inlined, kernel
-from .kylin.native import atomic_add, carray, pointer
-from .kylin.team import CAN_ENLIST, Team, barrier, begin_step, wait_for_step
+from .kylin.native import atomic_add, atomic_load, atomic_store, carray, pointer
+from .kylin.team import CAN_ENLIST, Team, begin_step, wait_for_count, wait_for_step
 
 _INFINITY = 0x7F800000  # its bits
 _BLOCK = 1024  # logits whose maximum is taken before it is looked for
 _CHUNK = 16 * _BLOCK  # what a thread takes at a time
 _FEW = 2**18  # logits that are not worth waking threads for
-_CLAIMED = 8  # the place in a job, on a cache line of its own, that counts the chunks taken so far
+# Places in a job, each on a cache line of its own: chunks that nobody has taken, and all that were ever finished.
+_LEFT, _FINISHED, _JOB = 8, 16, 24
 
 
 class RowArgmax:
@@ -30,9 +31,9 @@ class RowArgmax:
     def __init__(self, num_threads: int, max_rows: int, vocab_size: int) -> None:
         self._team = Team(num_threads if CAN_ENLIST else 1)
         num_chunks = max_rows * -(-vocab_size // _CHUNK)
-        self._job = np.zeros(2 * _CLAIMED, np.int64)  # address, rows, columns
+        self._job = np.zeros(_JOB, np.int64)  # address, rows, columns
         self._found: tuple[Any, ...] = (np.zeros(num_chunks, np.float32), np.zeros(num_chunks, np.int64))
-        self._team.enlist(_serve, (self._team.num_threads, self._job, *self._found))
+        self._team.enlist(_serve, (self._job, *self._found))
 
     def __call__(self, logits: NDArray[np.float32]) -> NDArray[np.int64]:
         """int64[R]: the first id with the largest logit of each row of float32[R, V], contiguous; the first NaN where
@@ -53,11 +54,13 @@ class RowArgmax:
 
 @kernel
 def _find(state, num_members, job, values, places, ids):
-    job[_CLAIMED] = 0
+    """Waits for the chunks and not for the members: the system may take milliseconds to wake one of them."""
+    num_chunks = (job[2] + _CHUNK - 1) // _CHUNK
+    finished = atomic_load(job.ctypes.data + 8 * _FINISHED) + job[1] * num_chunks
+    atomic_store(job.ctypes.data + 8 * _LEFT, job[1] * num_chunks)
     begin_step(state, num_members)
     _search(job, values, places)
-    barrier(state, num_members)
-    num_chunks = (job[2] + _CHUNK - 1) // _CHUNK
+    wait_for_count(job.ctypes.data + 8 * _FINISHED, finished)
     for row in range(job[1]):
         best = row * num_chunks
         for chunk in range(best + 1, best + num_chunks):
@@ -68,20 +71,23 @@ def _find(state, num_members, job, values, places, ids):
 
 
 @kernel
-def _serve(state, member, num_members, job, values, places):
+def _serve(state, member, job, values, places):
     while wait_for_step(state, member):
         _search(job, values, places)
-        barrier(state, num_members)
 
 
 @inlined
 def _search(job, values, places):
-    """Value and place of the largest logit of each chunk that no other member has taken: one of them may sleep."""
-    num_columns = job[2]
-    num_chunks = (num_columns + _CHUNK - 1) // _CHUNK
-    claims = job.ctypes.data + 8 * _CLAIMED
-    item = atomic_add(claims, 1)
-    while item < job[1] * num_chunks:
+    """Value and place of the largest logit of each chunk that no other member has taken.
+
+    A member may come late, into another job than it was woken for. What the job is it reads behind its claim only:
+    until a claimed chunk is finished the job stays, and without a claim it is none of the member's business.
+    """
+    left, finished = job.ctypes.data + 8 * _LEFT, job.ctypes.data + 8 * _FINISHED
+    item = atomic_add(left, -1) - 1
+    while item >= 0:
+        num_columns = job[2]
+        num_chunks = (num_columns + _CHUNK - 1) // _CHUNK
         row, chunk = item // num_chunks, item % num_chunks
         begin = chunk * _CHUNK
         count = min(_CHUNK, num_columns - begin)
@@ -98,7 +104,8 @@ def _search(job, values, places):
         while logits[place] != best and (best == best or logits[place] == logits[place]):
             place += 1
         values[item], places[item] = best, begin + place
-        item = atomic_add(claims, 1)
+        atomic_add(finished, 1)
+        item = atomic_add(left, -1) - 1
 
 
 @inlined

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from cllm import row_argmax
+from cllm.kylin.team import Team
 from cllm.row_argmax import RowArgmax
 
 # One logit, one block and a bit, several chunks.
@@ -47,3 +48,28 @@ def test_it_matches_numpy(monkeypatch: pytest.MonkeyPatch, num_threads: int, voc
         assert search(nothing).tolist() == [0, 0]
     finally:
         search.close()
+
+
+def test_a_member_that_sleeps_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that never come, as if the system did not wake them: the caller finds all alone, job after job."""
+    monkeypatch.setattr(Team, "enlist", lambda team, serve, arguments: None)
+    search = RowArgmax(3, 4, 100_000)
+    monkeypatch.setattr(row_argmax, "_FEW", 0)
+    rng = np.random.default_rng(0)
+    for num_rows in (4, 1, 3):
+        logits = rng.standard_normal((num_rows, 100_000)).astype(np.float32)
+        assert search(logits).tolist() == logits.argmax(axis=1).tolist()
+    search.close()
+
+
+def test_jobs_follow_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members come late, into a later job of another size than the one that they were woken for."""
+    monkeypatch.setattr(row_argmax, "_FEW", 0)
+    search = RowArgmax(4, 8, 70_000)
+    rng = np.random.default_rng(0)
+    jobs = [rng.standard_normal((rows, 70_000)).astype(np.float32) for rows in (8, 1, 5, 2)]
+    expected = [logits.argmax(axis=1).tolist() for logits in jobs]
+    for _ in range(300):
+        for logits, ids in zip(jobs, expected, strict=True):
+            assert search(logits).tolist() == ids
+    search.close()

@@ -149,7 +149,12 @@ def barrier(state, num_members):  # type: ignore[no-untyped-def]
     if num_members == 1:
         return
     address = state.ctypes.data + 8 * _ARRIVED
-    target = (atomic_add(address, 1) // num_members + 1) * num_members
+    wait_for_count(address, (atomic_add(address, 1) // num_members + 1) * num_members)
+
+
+@inlined
+def wait_for_count(address, target):  # type: ignore[no-untyped-def]
+    """Returns when the counter at an address has come to `target`."""
     spins = 0
     while atomic_load(address) < target:
         spins += 1
