@@ -11,26 +11,16 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from .errors import CLLMError
 from .kv_tree import KVTree, Match
 from .plan import Chunk, Plan, SlotOperation, make_plan, plan_after, prompt_chunks
 from .sampler import Sampled
 from .sequence import Sequence
+from .stats import SchedulerCounts
 
 # Waiting sequences looked at in one step: some may have to wait for a prefix that is being computed.
 _LOOKAHEAD = 64
-
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    """What happened since the start."""
-
-    num_preemptions: int = 0
-    num_evictions: int = 0
-    num_prompt_tokens: int = 0  # of admitted prompts
-    num_cached_tokens: int = 0  # of those, found in the cache
 
 
 class Scheduler:

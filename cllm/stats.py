@@ -65,6 +65,16 @@ class Histogram:
         return sum(self.counts)
 
 
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What a scheduler did since the start."""
+
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    num_prompt_tokens: int = 0  # of admitted prompts
+    num_cached_tokens: int = 0  # of those, found in the cache
+
+
 class EngineStats:
     """Counted by the engine's thread, read by any other (each number is read whole)."""
 

@@ -121,35 +121,31 @@ def emit_to_halves(module: ir.Module, isa: str) -> Value:
     return function
 
 
-@intrinsic
-def _sum_of_squares(typing_context, x, width, out):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        call_emitted(builder, "cllm_sum_of_squares", partial(emit_sum_of_squares, isa=_ISA), values)
+def _call(name: str, emit: Callable[..., Value]) -> Any:
+    """What an intrinsic of three i64 gives numba: its signature, and how to call the function `name` of `emit`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        call_emitted(builder, name, partial(emit, isa=_ISA), values)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3), generate
+
+
+@intrinsic
+def _sum_of_squares(typing_context, x, width, out):  # type: ignore[no-untyped-def]
+    return _call("cllm_sum_of_squares", emit_sum_of_squares)
 
 
 @intrinsic
 def exponentials(typing_context, scores, count, out):  # type: ignore[no-untyped-def]
     """`emit_exponentials`."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        call_emitted(builder, "cllm_exponentials", partial(emit_exponentials, isa=_ISA), values)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 3), generate
+    return _call("cllm_exponentials", emit_exponentials)
 
 
 @intrinsic
 def to_halves(typing_context, x, count, out):  # type: ignore[no-untyped-def]
     """`emit_to_halves`."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        call_emitted(builder, "cllm_to_halves", partial(emit_to_halves, isa=_ISA), values)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 3), generate
+    return _call("cllm_to_halves", emit_to_halves)
 
 
 @inlined
