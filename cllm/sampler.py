@@ -199,10 +199,11 @@ def sample_rows(
     if not min(limits, default=0):
         return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
     best_ids = logits.argmax(axis=1) if argmax is None else argmax(logits)
-    best = logits[np.arange(len(logits)), best_ids]  # NaN where there is one in the row
-    results: list[Sampled | BackendError] = [Sampled(token_id) for token_id in best_ids.tolist()]
-    for index in np.flatnonzero((best_ids >= limits) | ~np.isfinite(best)).tolist():
-        results[index] = _sample_row(logits[index], samplers[index])
+    results: list[Sampled | BackendError] = []
+    for index, (best_id, limit) in enumerate(zip(best_ids.tolist(), limits, strict=True)):
+        # Not finite where there is a NaN anywhere in the row.
+        is_plain = best_id < limit and math.isfinite(logits.item(index, best_id))
+        results.append(Sampled(best_id) if is_plain else _sample_row(logits[index], samplers[index]))
     return results
 
 

@@ -28,8 +28,8 @@ SLOPE = 1.25
 class SteeperMock(MockBackend):
     """Logits that are `SLOPE` times the mock's."""
 
-    def history_logits(self, token_ids: list[int], positions: list[int]) -> Any:
-        return super().history_logits(token_ids, positions) * np.float32(SLOPE)
+    def history_logits(self, histories: list[list[int]], positions: list[int]) -> Any:
+        return super().history_logits(histories, positions) * np.float32(SLOPE)
 
 
 @dataclasses.dataclass
@@ -82,7 +82,8 @@ def test_known_difference_matches_slow_twin(mocks: Mocks) -> None:
     twin = MockBackend(mocks.made[0].info)
     for text in (TEXT, "another"):
         token_ids = list(text.encode())  # the mock's vocabulary is the bytes
-        rows = twin.history_logits(token_ids, list(range(len(token_ids)))).astype(np.float64).tolist()
+        positions = list(range(len(token_ids)))
+        rows = twin.history_logits([token_ids] * len(positions), positions).astype(np.float64).tolist()
         steeper = [[x * SLOPE for x in row] for row in rows]
         klds += [slow_kld(p, q) for p, q in zip(rows, steeper, strict=True)]
         first_nlls += [-slow_log_softmax(row)[after] for row, after in zip(rows, token_ids[1:], strict=False)]
@@ -130,7 +131,7 @@ def test_greedy_difference_is_described(mocks: Mocks) -> None:
     (difference,) = found.greedy_differences
     twins = [MockBackend(side.info, script) for side, script in zip(mocks.made, mocks.scripts, strict=True)]
     history = [*b"textAB"]
-    first, second = (twin.history_logits(history, [5])[0].tolist() for twin in twins)
+    first, second = (twin.history_logits([history], [5])[0].tolist() for twin in twins)
     assert dataclasses.asdict(difference) == {
         "prompt": 1,
         "position": 2,
@@ -157,8 +158,8 @@ def test_greedy_answers_end_with_the_text_and_the_limit(mocks: Mocks) -> None:
 
 def test_near_tie_of_the_first_side_excuses_a_change(mocks: Mocks) -> None:
     class NearTie(MockBackend):
-        def history_logits(self, token_ids: list[int], positions: list[int]) -> Any:
-            rows = super().history_logits(token_ids, positions)
+        def history_logits(self, histories: list[list[int]], positions: list[int]) -> Any:
+            rows = super().history_logits(histories, positions)
             rows[:, 70] = rows.max(axis=1) + np.float32(0.25)
             return rows
 

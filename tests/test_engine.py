@@ -110,10 +110,11 @@ def test_nan_in_one_row_ends_that_request_only(llm: LLM, monkeypatch: pytest.Mon
     backend = llm._engine._executor.backend
     history_logits = backend.history_logits
 
-    def poisoned(token_ids: list[int], positions: list[int]) -> Any:
-        logits = history_logits(token_ids, positions)
-        if bytes(token_ids[:3]) == b"two" and len(token_ids) > 10:
-            logits[:] = float("nan")
+    def poisoned(histories: list[list[int]], positions: list[int]) -> Any:
+        logits = history_logits(histories, positions)
+        for row, history in zip(logits, histories, strict=True):
+            if bytes(history[:3]) == b"two" and len(history) > 10:
+                row[:] = float("nan")
         return logits
 
     monkeypatch.setattr(backend, "history_logits", poisoned)

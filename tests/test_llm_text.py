@@ -113,7 +113,8 @@ def test_log_probabilities_of_prompt_and_answer(llm: LLM, length: int) -> None:
     (output,) = llm.generate(prompt, params)
     history = llm.encode(prompt) + output.outputs[0].token_ids
     backend = llm._engine._executor.backend
-    rows = [log_softmax(row) for row in backend.history_logits(history, list(range(len(history))))]
+    positions = list(range(len(history)))
+    rows = [log_softmax(row) for row in backend.history_logits([history] * len(positions), positions)]
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -91,34 +90,32 @@ def count_new_tokens(batch: Batch, lengths: NDArray[np.int32], info: BackendInfo
     Raises `BackendError`, before anything has changed, where a slot or token id does not exist, positions do
     not continue where their slot stands, or a row of logits does not exist.
     """
-    ids, rows, slots, positions = batch.token_ids, batch.logit_rows, batch.slots, batch.positions
+    # As lists: NumPy offers the interpreter to a waiting thread at every look-up, which costs more than a short step.
+    ids, slots, positions = batch.token_ids.tolist(), batch.slots.tolist(), batch.positions.tolist()
+    rows = batch.logit_rows.tolist()
     if not len(ids) == len(slots) == len(positions):
         raise BackendError("expected as many slots and positions as token ids", nothing_changed=True)
-    if len(rows) > info.max_logit_rows or (len(rows) and not (rows.min() >= 0 and rows.max() < len(ids))):
+    if len(rows) > info.max_logit_rows or not _all_below(len(ids), rows):
         raise BackendError("a row of logits is asked for that does not exist", nothing_changed=True)
-    if not len(ids):
-        return {}
-    for slot in (int(slots.min()), int(slots.max())):
-        if not 0 <= slot < info.num_slots:
-            raise BackendError(
-                f"slot {slot} does not exist: there are {info.num_slots}", nothing_changed=True
-            )
-    counts = np.bincount(slots, minlength=info.num_slots)
-    due = lengths[slots]
-    if counts.max() > 1:  # behind the tokens of the same slot that come before
-        order = slots.argsort(kind="stable")
-        due[order] += np.arange(len(slots)) - (counts.cumsum() - counts)[slots[order]]
-    is_wrong = positions != due
-    if is_wrong.any():
-        at = int(is_wrong.argmax())
-        raise BackendError(
-            f"slot {slots[at]} stands at position {due[at]}, the batch continues at {positions[at]}",
-            nothing_changed=True,
-        )
-    if not (ids.min() >= 0 and ids.max() < info.vocab_size):
+    if not _all_below(info.vocab_size, ids):
         raise BackendError(f"a token id is outside the vocabulary of {info.vocab_size}", nothing_changed=True)
-    used = counts.nonzero()[0]
-    return dict(zip(used.tolist(), counts[used].tolist(), strict=True))
+    if not _all_below(info.num_slots, slots):
+        slot = next(slot for slot in slots if not 0 <= slot < info.num_slots)
+        raise BackendError(f"slot {slot} does not exist: there are {info.num_slots}", nothing_changed=True)
+    before = lengths.tolist()
+    after = before.copy()
+    for slot, position in zip(slots, positions, strict=True):
+        if position != after[slot]:
+            raise BackendError(
+                f"slot {slot} stands at position {after[slot]}, the batch continues at {position}",
+                nothing_changed=True,
+            )
+        after[slot] += 1
+    return {slot: after[slot] - before[slot] for slot in dict.fromkeys(slots)}
+
+
+def _all_below(limit: int, values: list[int]) -> bool:
+    return not values or (min(values) >= 0 and max(values) < limit)
 
 
 class HistoryBackend(Backend):
@@ -140,8 +137,11 @@ class HistoryBackend(Backend):
         )
 
     @abstractmethod
-    def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
-        """Logits float32[len(positions), vocab_size] after each of `positions` of one sequence."""
+    def history_logits(self, histories: list[list[int]], positions: list[int]) -> Floats:
+        """Logits float32[R, vocab_size], those of row r after position `positions[r]` of the ids `histories[r]`.
+
+        Rows of one sequence stand together and have the same list.
+        """
 
     def launch(self, batch: Batch) -> Step:
         self._blocks.extend(count_new_tokens(batch, self._blocks.lengths, self.info))
@@ -164,11 +164,8 @@ class _HistoryStep:
     batch: Batch
 
     def logits(self) -> Floats:
-        batch, backend = self.batch, self.backend
-        slots, positions = batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist()
-        parts, start = [np.empty((0, backend.info.vocab_size), np.float32)], 0
-        for slot, rows in groupby(slots):
-            end = start + len(list(rows))
-            parts.append(backend.history_logits(backend.histories[slot], positions[start:end]))
-            start = end
-        return np.concatenate(parts)
+        batch, histories = self.batch, self.backend.histories
+        slots, positions, rows = batch.slots.tolist(), batch.positions.tolist(), batch.logit_rows.tolist()
+        return self.backend.history_logits(
+            [histories[slots[row]] for row in rows], [positions[row] for row in rows]
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 from tqdm import tqdm
@@ -102,8 +103,12 @@ class ReferenceBackend(HistoryBackend):
     def prepare(self) -> None:
         """Nothing: it computes from the file."""
 
-    def history_logits(self, token_ids: list[int], positions: list[int]) -> Floats:
-        return forward(self._weights, token_ids[: max(positions) + 1])[positions]
+    def history_logits(self, histories: list[list[int]], positions: list[int]) -> Floats:
+        rows = [np.empty((0, self.info.vocab_size), np.float32)]
+        for _, of_one in groupby(zip(histories, positions, strict=True), key=lambda row: id(row[0])):
+            (token_ids, *_), wanted = zip(*of_one, strict=True)
+            rows.append(forward(self._weights, token_ids[: max(wanted) + 1])[list(wanted)])
+        return np.concatenate(rows)
 
     def close(self) -> None:
         del self._weights

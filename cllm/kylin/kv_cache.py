@@ -61,17 +61,20 @@ class KVCache:
 
         Raises `BackendError`, and changes nothing, where the pool or a slot's table is too small.
         """
-        needed = {slot: self._blocks_to_take(slot, count) for slot, count in num_new.items()}
-        if sum(map(len, needed.values())) > self._num_free:
+        lengths = self.lengths.tolist()
+        needed = {slot: self._blocks_to_take(slot, lengths[slot], count) for slot, count in num_new.items()}
+        num_needed = sum(map(len, needed.values()))
+        if num_needed > self._num_free:
             raise BackendError(
-                f"KV cache full: {sum(map(len, needed.values()))} blocks of {BLOCK} tokens needed, "
-                f"{self._num_free} free",
+                f"KV cache full: {num_needed} blocks of {BLOCK} tokens needed, {self._num_free} free",
                 nothing_changed=True,
             )
-        for slot, places in needed.items():
-            for place in places:
-                self._replace(slot, place)
-            self.lengths[slot] += num_new[slot]
+        if num_needed:
+            for slot, places in needed.items():
+                for place in places:
+                    self._replace(slot, place)
+        for slot, count in num_new.items():
+            self.lengths[slot] = lengths[slot] + count
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """`target`, which must be empty, begins as the first `length` tokens of `source`, sharing its blocks.
@@ -108,15 +111,14 @@ class KVCache:
         assert (held == self._references).all(), "reference counts differ from the tables"
         assert self._num_free == (held == 0).sum(), "free blocks differ from the tables"
 
-    def _blocks_to_take(self, slot: int, count: int) -> list[int]:
-        """The places in the slot's table that need a fresh block before `count` tokens are written."""
-        length = int(self.lengths[slot])
-        if length + count > self.tables.shape[1] * BLOCK:
-            raise BackendError(f"slot {slot} cannot hold {length + count} tokens", nothing_changed=True)
-        places = list(range(blocks_for(length), blocks_for(length + count)))
-        partly_filled = length % BLOCK and count
-        if partly_filled and self._references[self.tables[slot, length // BLOCK]] > 1:
-            places.insert(0, length // BLOCK)  # shared: to be copied before it is written
+    def _blocks_to_take(self, slot: int, length: int, count: int) -> range:
+        """The places in the slot's table that need a fresh block before `count` tokens are written after `length`."""
+        end = length + count
+        if end > self.tables.shape[1] * BLOCK:
+            raise BackendError(f"slot {slot} cannot hold {end} tokens", nothing_changed=True)
+        places = range(blocks_for(length), blocks_for(end))
+        if length % BLOCK and count and self._references[self.tables[slot, length // BLOCK]] > 1:
+            places = range(length // BLOCK, places.stop)  # shared: to be copied before it is written
         return places
 
     def _replace(self, slot: int, place: int) -> None:
