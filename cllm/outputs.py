@@ -76,7 +76,7 @@ class RequestOutput:
 
 @dataclass(slots=True)  # not frozen, which would make it three times as expensive: there is one a token
 class StreamPiece:
-    """What one answer gained in one step. The `text`s of an answer, joined, are the whole answer's text.
+    """What one answer gained in a step, or in several. The `text`s of an answer, joined, are the whole answer's text.
 
     So with `reasoning` and `content` in a chat. `logprobs`: of these tokens, where asked for.
     `metrics` comes with the last piece.
@@ -93,3 +93,16 @@ class StreamPiece:
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = None
     error: Exception | None = None
+
+    def absorb(self, later: StreamPiece) -> None:
+        """Adds what the same answer gained next."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        if later.reasoning is not None:
+            self.reasoning = (self.reasoning or "") + later.reasoning
+        if later.content is not None:
+            self.content = (self.content or "") + later.content
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.metrics, self.error = later.metrics, later.error

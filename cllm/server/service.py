@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,8 +27,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Steps that follow each other faster than this share one write a stream: a write costs more than a token.
+# What steps bring that follow each other faster than this is one event and one write a stream: events and writes cost
+# more than tokens, and whatever goes from one thread to another must be fetched by the other core.
 DISPATCH_EVERY_S = 0.002
+
+# The engine sleeps so long where a dispatch is overdue. An engine that computes in Python without a pause (on a mock)
+# keeps the event loop out: CPython asks it to let go after the switch interval, but begins to count anew whenever NumPy
+# lets go for a moment, which wakes the loop in vain. With real models the loop has its turn while the backend computes.
+YIELD_S = 0.0003
 
 
 class Service:
@@ -47,8 +53,11 @@ class Service:
         self._is_draining = False
         self._calls: dict[str, Call] = {}  # by the id of each open request
         self._num_preparing = 0
-        self._delivered: deque[list[Any]] = deque()
+        self._delivered: dict[
+            tuple[str, int | None], Any
+        ] = {}  # by request and choice, what waits for a dispatch
         self._is_dispatch_due = False
+        self._delivering = threading.Lock()  # guards the two
         self._last_dispatch = 0.0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="cllm-prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,31 +114,43 @@ class Service:
         return call
 
     def deliver(self, updates: list[Any]) -> None:
-        """The engine's thread hands over what a step brought: one call for all streams."""
+        """The engine's thread hands over what a step brought: one call for all streams.
+
+        A piece becomes part of the one before it, where that still waits. Nothing waits long: see `YIELD_S`.
+        """
         assert self._loop is not None
-        self._delivered.append(updates)
-        if not self._is_dispatch_due:
-            self._is_dispatch_due = True
+        with self._delivering:
+            for update in updates:
+                key = (
+                    update.request_id,
+                    getattr(update, "index", None),
+                )  # a whole output comes once, without one
+                waiting = self._delivered.setdefault(key, update)
+                if waiting is not update:
+                    waiting.absorb(update)
+            is_due, self._is_dispatch_due = self._is_dispatch_due, True
+        if not is_due:
             self._loop.call_soon_threadsafe(self._plan_dispatch)
+        elif time.monotonic() > self._last_dispatch + DISPATCH_EVERY_S:
+            time.sleep(YIELD_S)
 
     def _plan_dispatch(self) -> None:
         """At once where the last was long enough ago, as it is at every step of a real model."""
         assert self._loop is not None
-        due = self._last_dispatch + DISPATCH_EVERY_S
-        if self._loop.time() < due:
-            self._loop.call_at(due, self._dispatch)
+        wait = self._last_dispatch + DISPATCH_EVERY_S - time.monotonic()
+        if wait > 0:
+            self._loop.call_later(wait, self._dispatch)
         else:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        assert self._loop is not None
-        self._last_dispatch = self._loop.time()
-        self._is_dispatch_due = False  # first: what is delivered from here on plans a dispatch of its own
-        while self._delivered:
-            for update in self._delivered.popleft():
-                call = self._calls.get(update.request_id)
-                if call is not None:
-                    call.put(update)
+        self._last_dispatch = time.monotonic()
+        with self._delivering:
+            delivered, self._delivered, self._is_dispatch_due = self._delivered, {}, False
+        for update in delivered.values():
+            call = self._calls.get(update.request_id)
+            if call is not None:
+                call.put(update)
 
     def drain(self, seconds: float) -> None:
         """Takes no new request; what still runs after `seconds` is aborted."""
