@@ -20,6 +20,7 @@ import pytest
 from command_helpers import clear_environment
 from server_helpers import CLIENT, until
 
+import cllm.server
 from cllm.cli import run_command
 from cllm.serve import _listen, main
 
@@ -223,6 +224,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clear_environment(monkeypatch)
+    monkeypatch.setattr(cllm, "server", cllm.server)  # the package that is imported below must not stay
     for name in [name for name in sys.modules if name.startswith("cllm.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)  # what Python then says of an import

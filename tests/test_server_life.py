@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from server_helpers import CLIENT, Running, assert_idle, error_of, serve, until
 from cllm import LLM
 from cllm.backends.mock import MockScript
 from cllm.outputs import Logprob, StreamPiece
-from cllm.server.service import Service
+from cllm.server.hand_over import DISPATCH_EVERY_S, HandOver
 
 ANSWERING = ("/v1/completions", "/generate")
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
@@ -202,8 +203,8 @@ def test_draining_ends_in_time(server: Running) -> None:
 
 def drain(server: Running, seconds: float) -> None:
     """`Service.drain` on the server's own event loop."""
-    assert server.service._loop is not None
-    server.service._loop.call_soon_threadsafe(server.service.drain, seconds)
+    assert server.service._hand_over is not None
+    server.service._hand_over._loop.call_soon_threadsafe(server.service.drain, seconds)
     until(lambda: server.llm.health()["status"] == "draining")
 
 
@@ -243,84 +244,104 @@ def test_origins(llm: LLM) -> None:
 
 def test_one_hand_over_a_step(server: Running, script: MockScript, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    dispatches: list[int] = []
-    deliver, dispatch = server.service.deliver, server.service._dispatch
+    taken: list[Any] = []
+    hand_over = server.service._hand_over
+    assert hand_over is not None
+    deliver, take = hand_over.deliver, hand_over._take
 
     def delivered(updates: list[Any]) -> None:
         calls.append(len(updates))
         deliver(updates)
 
-    def dispatched() -> None:
-        dispatches.append(len(server.service._delivered))
-        dispatch()
+    def took(update: Any) -> None:
+        taken.append(update)
+        take(update)
 
-    monkeypatch.setattr(server.service, "deliver", delivered)
-    monkeypatch.setattr(server.service, "_dispatch", dispatched)
+    monkeypatch.setattr(hand_over, "deliver", delivered)
+    monkeypatch.setattr(hand_over, "_take", took)
     backend = server.llm._engine._executor.backend
     body = {"prompt": ["one", "two"], "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
     for script.delay in (0.005, 0.0):
         calls.clear()
-        dispatches.clear()
+        taken.clear()
         step = backend.num_steps
         events = server.events("/v1/completions", **body, stream_options={"include_usage": True})
         assert events[-2]["usage"]["completion_tokens"] == sum(calls) == 80
         assert len(calls) <= backend.num_steps - step <= 42
-        assert len(dispatches) <= len(calls)
-        assert max(dispatches) <= 2  # one update an answer, whatever it gained
+        assert sum(len(piece.token_ids) for piece in taken) == 80
+        assert len(taken) <= sum(calls)
 
 
 def test_only_steps_in_quick_succession_share_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
-        """Time stands still; what is planned is kept."""
+        """The time and the event loop: time stands still, and what is planned is kept."""
 
         def __init__(self) -> None:
-            self.now, self.planned, self.slept = 100.0, list[tuple[float, Any]](), list[float]()
+            self.now, self.calls, self.timers, self.slept = 100.0, list[Any](), list[Any](), 0
 
         def monotonic(self) -> float:
             return self.now
 
-        def time(self) -> float:
-            return self.now
-
         def sleep(self, seconds: float) -> None:
-            self.slept.append(seconds)
+            self.slept += 1
 
         def call_soon_threadsafe(self, work: Any) -> None:
-            work()
+            self.calls.append(work)
 
-        def call_later(self, delay: float, work: Any) -> None:
-            self.planned.append((delay, work))
+        def call_later(self, delay: float, work: Any) -> Any:
+            self.timers.append((delay, work))
+            return SimpleNamespace(cancel=self.timers.clear)
 
     def gain(token_id: int, **further: Any) -> None:
         entry = {token_id: Logprob(-1.0, 1)}
         piece = StreamPiece("7", 0, chr(token_id), [token_id], [entry], content=chr(token_id), **further)
-        service.deliver([piece])
+        hand_over.deliver([piece])
 
-    clock = Clock()
-    monkeypatch.setattr("cllm.server.service.time", clock)
-    service = Service("test")
-    service._loop = clock  # type: ignore[assignment]
-    gain(65)
-    assert not service._delivered  # at once
+    def run_calls() -> list[str]:
+        """What the dispatches that were called for bring."""
+        taken.clear()
+        while clock.calls:
+            clock.calls.pop(0)()
+        return [piece.text for piece in taken]
+
+    clock, taken = Clock(), list[StreamPiece]()
+    monkeypatch.setattr("cllm.server.hand_over.time", clock)
+    hand_over = HandOver(clock, taken.append)  # type: ignore[arg-type]
+    for token_id in (65, 66):  # steps of a real model
+        gain(token_id)
+        assert run_calls() == [chr(token_id)]
+        clock.now += 0.0025
+    assert not clock.timers
+    gain(67)
+    assert run_calls() == ["C"]
     clock.now += 0.001
-    gain(66)
-    gain(67, reasoning="so")
-    gain(68, finish_reason="stop", stop_reason=68)
-    service.deliver([StreamPiece("7", 1, "x", [120])])
-    ((delay, work),) = clock.planned  # one for all
-    assert delay == pytest.approx(0.001)
-    assert not clock.slept
-    clock.now += 0.0015
-    service.deliver([StreamPiece("7", 1, "y", [121])])
-    assert len(clock.slept) == 1  # the loop is overdue: the engine makes room for it
-    waiting = list(service._delivered.values())
-    entries = [{token_id: Logprob(-1.0, 1)} for token_id in (66, 67, 68)]
-    assert waiting == [
-        StreamPiece("7", 0, "BCD", [66, 67, 68], entries, "so", "BCD", "stop", 68),
-        StreamPiece("7", 1, "xy", [120, 121]),
-    ]
-    work()
-    assert not service._delivered
-    clock.now += 0.01
+    gain(68)
+    assert run_calls() == ["D"]
+    ((delay, work),) = clock.timers  # the second in a short time: from now on they share
+    assert delay == DISPATCH_EVERY_S
+    clock.now += 0.001
     gain(69)
-    assert not service._delivered
+    gain(70, reasoning="so")
+    gain(71, finish_reason="stop", stop_reason=71)
+    hand_over.deliver([StreamPiece("7", 1, "x", [120])])
+    assert run_calls() == []
+    clock.now += 0.0015
+    hand_over.deliver([StreamPiece("7", 1, "y", [121])])  # the time has come
+    assert (len(clock.calls), clock.slept) == (1, 0)
+    hand_over.deliver(
+        [StreamPiece("7", 1, "z", [122])]
+    )  # the loop does not come: the engine makes room for it
+    assert (len(clock.calls), clock.slept) == (1, 1)
+    assert run_calls() == ["EFG", "xyz"]
+    entries = [{token_id: Logprob(-1.0, 1)} for token_id in (69, 70, 71)]
+    assert taken == [
+        StreamPiece("7", 0, "EFG", [69, 70, 71], entries, "so", "EFG", "stop", 71),
+        StreamPiece("7", 1, "xyz", [120, 121, 122]),
+    ]
+    ((_, work),) = clock.timers
+    clock.now += 0.002
+    clock.timers.clear()  # it has come
+    work()  # and brought nothing: there is no next one
+    assert not clock.timers
+    gain(72)
+    assert run_calls() == ["H"]

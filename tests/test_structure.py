@@ -82,6 +82,7 @@ LEVELS = [
         "server/failures.py",
         "server/schemas.py",
         "server/web.py",
+        "server/hand_over.py",
         "server/service.py",
         "server/logprobs.py",
         "server/sse.py",

@@ -1,4 +1,4 @@
-"""The engine as the routes see it: requests go in, their updates come back on the event loop, one hand-over a step.
+"""The engine as the routes see it: requests go in, their updates come back on the event loop.
 
 It owns the model while it is served: loading, ready, draining. It must not know routes or the shape of any reply.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +21,11 @@ from ..llm import LLM
 from ..outputs import CompletionOutput, RequestOutput, StreamPiece
 from ..sequence import Request as EngineRequest
 from .failures import ClientGone, deadline_passed, failure_of, unavailable
+from .hand_over import HandOver
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# What steps bring that follow each other faster than this is one event and one write a stream: events and writes cost
-# more than tokens, and whatever goes from one thread to another must be fetched by the other core.
-DISPATCH_EVERY_S = 0.002
-
-# The engine sleeps so long where a dispatch is overdue. An engine that computes in Python without a pause (on a mock)
-# keeps the event loop out: CPython asks it to let go after the switch interval, but begins to count anew whenever NumPy
-# lets go for a moment, which wakes the loop in vain. With real models the loop has its turn while the backend computes.
-YIELD_S = 0.0003
 
 
 class Service:
@@ -53,18 +44,12 @@ class Service:
         self._is_draining = False
         self._calls: dict[str, Call] = {}  # by the id of each open request
         self._num_preparing = 0
-        self._delivered: dict[
-            tuple[str, int | None], Any
-        ] = {}  # by request and choice, what waits for a dispatch
-        self._is_dispatch_due = False
-        self._delivering = threading.Lock()  # guards the two
-        self._last_dispatch = 0.0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="cllm-prepare")
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hand_over: HandOver | None = None
 
     def start(self) -> None:
         """Binds the running event loop, on which all updates will arrive."""
-        self._loop = asyncio.get_running_loop()
+        self._hand_over = HandOver(asyncio.get_running_loop(), self._take)
 
     def attach(self, llm: LLM) -> None:
         """The model is loaded. Any thread may call this."""
@@ -114,43 +99,14 @@ class Service:
         return call
 
     def deliver(self, updates: list[Any]) -> None:
-        """The engine's thread hands over what a step brought: one call for all streams.
+        """The engine's thread gives what a step brought: one call for all streams."""
+        assert self._hand_over is not None
+        self._hand_over.deliver(updates)
 
-        A piece becomes part of the one before it, where that still waits. Nothing waits long: see `YIELD_S`.
-        """
-        assert self._loop is not None
-        with self._delivering:
-            for update in updates:
-                key = (
-                    update.request_id,
-                    getattr(update, "index", None),
-                )  # a whole output comes once, without one
-                waiting = self._delivered.setdefault(key, update)
-                if waiting is not update:
-                    waiting.absorb(update)
-            is_due, self._is_dispatch_due = self._is_dispatch_due, True
-        if not is_due:
-            self._loop.call_soon_threadsafe(self._plan_dispatch)
-        elif time.monotonic() > self._last_dispatch + DISPATCH_EVERY_S:
-            time.sleep(YIELD_S)
-
-    def _plan_dispatch(self) -> None:
-        """At once where the last was long enough ago, as it is at every step of a real model."""
-        assert self._loop is not None
-        wait = self._last_dispatch + DISPATCH_EVERY_S - time.monotonic()
-        if wait > 0:
-            self._loop.call_later(wait, self._dispatch)
-        else:
-            self._dispatch()
-
-    def _dispatch(self) -> None:
-        self._last_dispatch = time.monotonic()
-        with self._delivering:
-            delivered, self._delivered, self._is_dispatch_due = self._delivered, {}, False
-        for update in delivered.values():
-            call = self._calls.get(update.request_id)
-            if call is not None:
-                call.put(update)
+    def _take(self, update: StreamPiece | RequestOutput) -> None:
+        call = self._calls.get(update.request_id)
+        if call is not None:
+            call.put(update)
 
     def drain(self, seconds: float) -> None:
         """Takes no new request; what still runs after `seconds` is aborted."""
