@@ -36,10 +36,7 @@ class HandOver:
         """Takes what a step brought. A piece becomes part of the one before it, where that still waits."""
         with self._lock:
             for update in updates:
-                key = (
-                    update.request_id,
-                    getattr(update, "index", None),
-                )  # a whole output comes once, without one
+                key = update.request_id, getattr(update, "index", None)  # a whole output has no index
                 waiting = self._waiting.setdefault(key, update)
                 if waiting is not update:
                     waiting.absorb(update)
