@@ -13,7 +13,7 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cllm.errors import InvalidRequestError
@@ -58,7 +58,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            self._check_number(name)
+            if getattr(self, name) is not _DEFAULTS[name]:
+                self._check_number(name)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
@@ -202,3 +203,4 @@ _NUMBERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "priority": (_integer, lambda x: True, "an integer"),
     "deadline_s": (_float, lambda x: x > 0, "a finite number of seconds above 0, or None"),
 }
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -59,8 +59,9 @@ def make_app(
         service.start()
         yield
 
+    by_use = sorted(ENDPOINTS, key=lambda end: end.body is None)  # routes are tried one after the other
     app = Starlette(
-        routes=[Route(end.path, end.handle, methods=[end.method]) for end in ENDPOINTS],
+        routes=[Route(end.path, end.handle, methods=[end.method]) for end in by_use],
         middleware=middleware,
         exception_handlers={
             CLLMError: _on_error,

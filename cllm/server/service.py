@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +26,8 @@ from .hand_over import HandOver
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_random = random.Random()  # for ids; to ask the system each time would let go of the interpreter
 
 
 class Service:
@@ -161,7 +163,7 @@ class Call:
     """
 
     def __init__(self, service: Service, requests: Sequence[EngineRequest], receive: Receive) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = f"{_random.getrandbits(128):032x}"
         self.created = int(time.time())
         self.requests = {request.request_id: request for request in requests}
         self._service = service
