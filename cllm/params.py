@@ -58,7 +58,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            if getattr(self, name) is not _DEFAULTS[name]:
+            if getattr(self, name) is not _DEFAULTS[name]:  # most are left alone, and right as they are
                 self._check_number(name)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

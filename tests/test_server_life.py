@@ -317,7 +317,7 @@ def test_only_steps_in_quick_succession_share_an_event(monkeypatch: pytest.Monke
     clock.now += 0.001
     gain(68)
     assert run_calls() == ["D"]
-    ((delay, work),) = clock.timers  # the second in a short time: from now on they share
+    ((delay, _),) = clock.timers  # the second in a short time: from now on they share
     assert delay == DISPATCH_EVERY_S
     clock.now += 0.001
     gain(69)
@@ -328,9 +328,8 @@ def test_only_steps_in_quick_succession_share_an_event(monkeypatch: pytest.Monke
     clock.now += 0.0015
     hand_over.deliver([StreamPiece("7", 1, "y", [121])])  # the time has come
     assert (len(clock.calls), clock.slept) == (1, 0)
-    hand_over.deliver(
-        [StreamPiece("7", 1, "z", [122])]
-    )  # the loop does not come: the engine makes room for it
+    # The loop does not come: the engine makes room for it.
+    hand_over.deliver([StreamPiece("7", 1, "z", [122])])
     assert (len(clock.calls), clock.slept) == (1, 1)
     assert run_calls() == ["EFG", "xyz"]
     entries = [{token_id: Logprob(-1.0, 1)} for token_id in (69, 70, 71)]

@@ -69,12 +69,10 @@ class KVCache:
                 f"KV cache full: {num_needed} blocks of {BLOCK} tokens needed, {self._num_free} free",
                 nothing_changed=True,
             )
-        if num_needed:
-            for slot, places in needed.items():
-                for place in places:
-                    self._replace(slot, place)
-        for slot, count in num_new.items():
-            self.lengths[slot] = lengths[slot] + count
+        for slot, places in needed.items():
+            for place in places:
+                self._replace(slot, place)
+            self.lengths[slot] = lengths[slot] + num_new[slot]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """`target`, which must be empty, begins as the first `length` tokens of `source`, sharing its blocks.
@@ -116,10 +114,10 @@ class KVCache:
         end = length + count
         if end > self.tables.shape[1] * BLOCK:
             raise BackendError(f"slot {slot} cannot hold {end} tokens", nothing_changed=True)
-        places = range(blocks_for(length), blocks_for(end))
-        if length % BLOCK and count and self._references[self.tables[slot, length // BLOCK]] > 1:
-            places = range(length // BLOCK, places.stop)  # shared: to be copied before it is written
-        return places
+        first = blocks_for(length)
+        if length % BLOCK and count and self._references[self.tables[slot, first - 1]] > 1:
+            first -= 1  # shared: to be copied before it is written
+        return range(first, blocks_for(end))
 
     def _replace(self, slot: int, place: int) -> None:
         """Puts a fresh block at `place`; where a shared one stood there, its content is copied."""

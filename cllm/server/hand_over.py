@@ -42,8 +42,7 @@ class HandOver:
                     waiting.absorb(update)
             self._num_steps += 1
             was_called = self._is_called
-            is_late = time.monotonic() >= self._last_dispatch + DISPATCH_EVERY_S
-            self._is_called = was_called or is_late or self._timer is None
+            self._is_called = was_called or self._timer is None or not self._is_soon()
         if was_called:
             time.sleep(YIELD_S)
         elif self._is_called:
@@ -51,12 +50,9 @@ class HandOver:
 
     def _dispatch(self) -> None:
         with self._lock:
-            now = time.monotonic()
-            is_quick = self._num_steps > 1 or (
-                self._num_steps == 1 and now < self._last_dispatch + DISPATCH_EVERY_S
-            )
+            is_quick = self._num_steps > 1 or (self._num_steps == 1 and self._is_soon())
             if self._num_steps:
-                self._last_dispatch = now
+                self._last_dispatch = time.monotonic()
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_later(DISPATCH_EVERY_S, self._dispatch) if is_quick else None
@@ -64,3 +60,7 @@ class HandOver:
             self._num_steps, self._is_called = 0, False
         for update in waiting.values():
             self._take(update)
+
+    def _is_soon(self) -> bool:
+        """Whether the last dispatch that brought something was just now."""
+        return time.monotonic() < self._last_dispatch + DISPATCH_EVERY_S
