@@ -67,11 +67,19 @@ def tile(isa: str, ggml_type: Q, num_tokens: int) -> Callable[..., None]:
     def emit(module: ir.Module) -> Any:
         return emit_tile(module, isa, "tile", kind.record, sizes, num_tokens)
 
-    return compile_here(emit, 6)
+    return compile_here(emit, 8)
 
 
 def run_tile(
-    isa: str, matrix: PackedMatrix, acts: np.ndarray, groups: np.ndarray, out: np.ndarray, num_tokens: int
+    isa: str,
+    matrix: PackedMatrix,
+    acts: np.ndarray,
+    groups: np.ndarray,
+    out: np.ndarray,
+    num_tokens: int,
+    *,
+    bias: np.ndarray | None = None,
+    adds: bool = False,
 ) -> None:
     """Every group and token by tiles of one size."""
     call = tile(isa, matrix.type, num_tokens)
@@ -85,6 +93,8 @@ def run_tile(
                 at,
                 out.strides[0],
                 matrix.num_records,
+                0 if bias is None else bias.ctypes.data + 64 * group,
+                adds,
             )
 
 
@@ -145,6 +155,23 @@ def test_same_bits_in_every_tile_on_every_instruction_set(ggml_type: Q) -> None:
                 with guarded(np.zeros_like(whole)) as out:
                     run_tile(isa, matrix, acts, groups, out, num_tokens)
                     assert out.tobytes() == whole.tobytes(), (isa, num_tokens)
+
+
+@pytest.mark.parametrize("isa", RUNS_HERE)
+def test_bias_and_what_is_there_are_added_in_this_order(isa: str) -> None:
+    _, matrix = random_matrix(Q.Q4_K, 32, 256)
+    x = random_activations(3, 256)
+    plain, acts = product(matrix, x), rounding.round_rows(x, matrix.rounding)
+    rng = np.random.default_rng(2)
+    bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (32, (3, 32)))
+    for given, adds, expected in (
+        (bias, False, plain + bias),
+        (None, True, before + plain),
+        (bias, True, before + (plain + bias)),
+    ):
+        out = before.copy()
+        run_tile(isa, matrix, acts, matrix.data, out, 1, bias=given, adds=adds)
+        assert out.tobytes() == expected.tobytes()
 
 
 @EVERY_TYPE

@@ -14,6 +14,7 @@ from cllm.batch import Batch
 from cllm.kylin import reference
 from cllm.kylin.gguf import read_gguf
 from cllm.kylin.kv_cache import KVCache, blocks_for
+from cllm.kylin.layout import MAX_TOKENS
 from cllm.kylin.model import Model
 from cllm.kylin.quants import dequantize
 from cllm.kylin.team import Team
@@ -57,8 +58,10 @@ class Runner:
         self.model = Model(weights, self.cache, self.team, num_tokens, kernels)
         self.model.prepare()
 
-    def step(self, *chunks: tuple[int, list[int]], tap: Any = None) -> np.ndarray:
-        """Runs (slot, token ids) chunks in one batch; the logits of every token."""
+    def step(
+        self, *chunks: tuple[int, list[int]], tap: Any = None, wanted: list[int] | None = None
+    ) -> np.ndarray:
+        """Runs (slot, token ids) chunks in one batch; the logits of the wanted tokens, or of each."""
         positions = [
             position
             for slot, ids in chunks
@@ -66,7 +69,7 @@ class Runner:
         ]
         token_ids = [token_id for _, ids in chunks for token_id in ids]
         slots = [slot for slot, ids in chunks for _ in ids]
-        rows = list(range(len(token_ids)))
+        rows = list(range(len(token_ids))) if wanted is None else wanted
         arrays = (np.array(values, np.int32) for values in (token_ids, positions, slots, rows))
         self.cache.extend({slot: len(ids) for slot, ids in chunks})
         return self.model.forward(Batch(*arrays), tap).copy()  # it is overwritten by the next step
@@ -256,6 +259,24 @@ def test_same_bits_however_it_runs(
             "beside decoding": np.concatenate([runner.step((0, [9]), (5, [token]))[1:] for token in TOKENS]),
         }.items():
             assert logits.tobytes() == whole.tobytes(), f"{name}, {threads} threads"
+
+
+@KERNELS
+def test_same_bits_of_long_prompts(tiny_model: Any, run: Any, kernels: str) -> None:
+    """Steps in several passes, whose tokens the threads share, and of which few logits are wanted or none."""
+    weights = load_weights(read_gguf(tiny_model()))
+    prompt = (TOKENS * 25)[: 2 * MAX_TOKENS + 9]
+    whole = run(weights, num_tokens=600, kernels=kernels).step((0, [*prompt, 5]))
+    for threads in (1, 2, 3):
+        runner = run(weights, num_threads=threads, num_tokens=600, kernels=kernels)
+        wanted = [MAX_TOKENS + 3, 7, len(prompt) - 1, 7, 6, MAX_TOKENS + 2]
+        found = runner.step((0, prompt), (1, prompt[:70]), wanted=wanted)
+        assert found.tobytes() == whole[wanted].tobytes(), f"{threads} threads"
+        assert runner.step((0, [5])).tobytes() == whole[-1:].tobytes(), f"{threads} threads"
+        assert runner.step((2, prompt[:40]), wanted=[]).shape == (0, 259)
+        # A token of the second sequence, after one of the first without logits.
+        found = runner.step((2, prompt[40:43]), (1, prompt[70:71]), wanted=[3, 1])
+        assert found.tobytes() == whole[[70, 41]].tobytes(), f"{threads} threads"
 
 
 @pytest.mark.parametrize(("architecture", "types"), CASES)

@@ -15,28 +15,20 @@ rng = np.random.default_rng(0)
 
 @HERE
 @pytest.mark.parametrize("width", [16, 48, 1024])
-def test_sums_of_squares_match_plain(isa: str, width: int) -> None:
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_norm_matches_plain(isa: str, width: int, is_in_place: bool) -> None:
     """The same lanes and the same tree as `ops.rms_norm`."""
-    call = compile_here(lambda module: ops_simd.emit_sum_of_squares(module, isa), 3)
-    x = (rng.standard_normal(width) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
-    lanes = np.zeros(16, np.float32)
-    for row in (x * x).reshape(-1, 16):
-        lanes += row
-    found = np.zeros(1, np.float32)
-    with guarded(x) as x_guarded:
-        call(x_guarded.ctypes.data, width, found.ctypes.data)
-    assert found[0] == sum_lanes.py_func(lanes)
-
-
-def test_norm_matches_plain() -> None:
-    x = rng.standard_normal((5, 96)).astype(np.float32)
-    x[3], x[4, 7] = 0, np.inf
-    weight, eps = rng.standard_normal(96).astype(np.float32), np.float32(1e-6)
-    fast, plain = np.zeros((2, 5, 96), np.float32)
-    ops_simd.rms_norm(x, weight, eps, fast, 1, 5)
-    ops.rms_norm(x, weight, eps, plain, 1, 5)
-    assert fast.tobytes() == plain.tobytes()
-    assert not fast[0].any()
+    call = compile_here(lambda module: ops_simd.emit_rms_norm(module, isa), 5)
+    rows = (rng.standard_normal((4, width)) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
+    rows[2], rows[3, 7] = 0, np.inf
+    weight, eps = rng.standard_normal(width).astype(np.float32), np.full(1, 1e-6, np.float32)
+    expected = np.empty_like(rows)
+    ops.rms_norm(rows, weight, eps[0], expected, 0, 4)
+    for row, plain in zip(rows, expected, strict=True):
+        with guarded(row) as x, guarded(np.zeros_like(row)) as other:
+            out = x if is_in_place else other
+            call(x.ctypes.data, weight.ctypes.data, eps.ctypes.data, out.ctypes.data, width)
+            assert out.tobytes() == plain.tobytes()
 
 
 @HERE

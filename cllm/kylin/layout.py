@@ -15,7 +15,7 @@ from .kv_cache import BLOCK, CHUNK
 from .native import atomic_add, carray, pointer
 from .rounding import KIND_OF
 
-MAX_TOKENS = 128  # of one step; a larger batch takes several
+MAX_TOKENS = 256  # of one step; a larger batch takes several
 NUM_KINDS = max(KIND_OF.values()) + 1
 PHASE_NAMES = ("norm", "qkv", "rope", "attention", "attn_output", "gate_up", "down", "output")
 
@@ -24,39 +24,37 @@ class Field(IntEnum):
     """What a step works on: places in an int64 vector of sizes and addresses. N is MAX_TOKENS."""
 
     NUM_TOKENS = 0  # of this step
-    NUM_ROWS = 1  # of logits
-    NUM_TILES = 2  # of attention
-    SLOTS = 3  # int32[N]
-    POSITIONS = 4  # int32[N]
-    LOGIT_ROWS = 5  # int32[N]
-    TILES = 6  # int32[N, 2]
-    WIDTH = 7  # D
-    HEADS = 8  # H
-    KV_HEADS = 9  # K
-    HEAD_WIDTH = 10  # C
-    FFN_WIDTH = 11  # F
-    EPS = 12  # the address of a float32
-    HALVES = 13  # which pairs rope turns
-    COS = 14  # float32[positions, C/2]
-    SIN = 15
-    MAX_POSITIONS = 16
-    TABLES = 17  # int32[slots, blocks a slot]
-    NUM_SLOTS = 18
-    SLOT_BLOCKS = 19
-    KEYS = 20  # and VALUES: as in kv_cache.py
-    VALUES = 21
-    NUM_CHUNKS = 22
-    NUM_LAYERS = 23
-    X = 24  # float32[N, D], the residual
-    H = 25  # float32[N, D], what norms make of it
-    Q = 26  # float32[N, H, C]
-    K = 27  # float32[N, K, C]
-    V = 28  # float32[N, K, C]
-    Z = 29  # float32[N, H, C]
-    GATE = 30  # float32[N, F]
-    UP = 31  # float32[N, F]
-    Y = 32  # float32[N, D], what is added to the residual
-    ACTS = 33  # for each kind of rounding: uint8[N, bytes]
+    NUM_TILES = 1  # of attention
+    SLOTS = 2  # int32[N]
+    POSITIONS = 3  # int32[N]
+    TILES = 4  # int32[N, 2]
+    SOURCES = 5  # int32[N]: as which of all tokens each begins
+    WIDTH = 6  # D
+    HEADS = 7  # H
+    KV_HEADS = 8  # K
+    HEAD_WIDTH = 9  # C
+    FFN_WIDTH = 10  # F
+    EPS = 11  # the address of a float32
+    HALVES = 12  # which pairs rope turns
+    COS = 13  # float32[positions, C/2]
+    SIN = 14
+    MAX_POSITIONS = 15
+    TABLES = 16  # int32[slots, blocks a slot]
+    NUM_SLOTS = 17
+    SLOT_BLOCKS = 18
+    KEYS = 19  # and VALUES: as in kv_cache.py
+    VALUES = 20
+    NUM_CHUNKS = 21
+    NUM_LAYERS = 22
+    X = 23  # float32[N, D], the residual
+    H = 24  # float32[N, D], what norms make of it
+    Q = 25  # float32[N, H, C]
+    K = 26  # float32[N, K, C]
+    V = 27  # float32[N, K, C]
+    Z = 28  # float32[N, H, C]
+    GATE = 29  # float32[N, F]
+    UP = 30  # float32[N, F]
+    ACTS = 31  # for each kind of rounding: uint8[N, bytes]
     ACTS_BYTES = ACTS + NUM_KINDS
     ROUNDINGS = ACTS_BYTES + NUM_KINDS  # for each kind the address of its compiled function, or 0
     END = ROUNDINGS + NUM_KINDS
@@ -64,9 +62,12 @@ class Field(IntEnum):
 
 NUM_FIELDS = int(Field.END)
 
-# A row of the program: | phase's address, counted as, operands 2..7 | a counter of claims, 7 unused | for each
-# member of the team, on a cache line of its own.
-FUNCTION, COUNTED_AS, OPERANDS, LINE = 0, 1, 8, 8
+# A step has three vectors of fields, one for each set of tokens that a phase may work on: all of the step; those of
+# which the last layer makes keys and values only; those whose logits are wanted, the only ones that go through it.
+ALL, KEYS_ONLY, WANTED = range(3)
+# A row of the program: | phase's address, counted as, set of tokens, operands 3..7 | a counter of claims, 7 unused |
+# for each member of the team, on a cache line of its own.
+FUNCTION, COUNTED_AS, TOKENS, OPERANDS, LINE = 0, 1, 2, 8, 8
 # A matrix is 8 numbers, to which the operands of a row point.
 KERNEL, DATA, RECORDS, GROUPS, KIND, OUT, OUT_STRIDE, BIAS = range(8)
 MATRIX = 8
@@ -100,23 +101,18 @@ def keys_and_values(m, dtype):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def claim(row_at):  # type: ignore[no-untyped-def]
-    """The next piece, 0, 1, .., that no member has claimed."""
-    return atomic_add(row_at + 8 * OPERANDS, 1)
+def claim(row_at, member, num_members, num_items, piece):  # type: ignore[no-untyped-def]
+    """(begin, end) of the next items for a member, at most `piece`, which are none when all are taken.
 
-
-@inlined
-def claim_groups(row_at, member, num_members, num_groups, piece):  # type: ignore[no-untyped-def]
-    """(begin, end) of the next groups for a member, which are none when all are taken.
-
-    Each member has a range of its own, from which it takes one piece behind the other: so it reads memory as one
-    stream, which the processor follows ahead. A member that has ended its own goes on with those of the others.
+    Each member has a range of its own, from which it takes one piece behind the other: so it reads weights as one
+    stream, which the processor follows ahead, and finds in its own caches what it has made of its tokens in the phase
+    before. A member that has ended its own goes on with those of the others.
     """
     begin, end = 0, 0
     for turn in range(num_members):
         if begin == end:
             owner = (member + turn) % num_members
-            low, high = num_groups * owner // num_members, num_groups * (owner + 1) // num_members
+            low, high = num_items * owner // num_members, num_items * (owner + 1) // num_members
             begin = min(low + atomic_add(row_at + 8 * (OPERANDS + LINE * owner), piece), high)
             end = min(begin + piece, high)
     return begin, end

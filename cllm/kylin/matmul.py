@@ -25,7 +25,8 @@ from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
 
 _ISA = host_isa()
-_ARGUMENTS = (types.int64,) * 9
+NUM_ARGUMENTS = 11  # of `tiles.emit_groups`
+_ARGUMENTS = types.UniTuple(types.int64, NUM_ARGUMENTS)
 
 
 def is_fast(ggml_type: GGMLQuantizationType) -> bool:
@@ -109,40 +110,40 @@ def multiply(
         len(acts),
         begin,
         end,
+        0,
+        0,
     )
 
 
 @cache
 def compiled_kernel(ggml_type: GGMLQuantizationType) -> Any:
     """The type's compiled kernel, with `address` and `ctypes`; its arguments are those of `tiles.emit_groups`."""
-    return native_function(_groups_of(ggml_type.name), len(_ARGUMENTS))
+    return native_function(_groups_of(ggml_type.name), NUM_ARGUMENTS)
 
 
 def _groups_of(type_name: str) -> Any:
-    def groups(weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end):  # type: ignore[no-untyped-def]
-        emitted_groups(
-            type_name, _ISA, weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end
+    def groups(weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end, bias, adds):  # type: ignore[no-untyped-def]
+        numbers = (
+            weights,
+            acts,
+            acts_stride,
+            out,
+            out_stride,
+            num_records,
+            num_tokens,
+            begin,
+            end,
+            bias,
+            adds,
         )
+        emitted_groups(type_name, _ISA, numbers)
 
     return groups
 
 
 @intrinsic(prefer_literal=True)
-def emitted_groups(  # type: ignore[no-untyped-def]
-    typing_context,
-    type_name,
-    isa,
-    weights,
-    acts,
-    acts_stride,
-    out,
-    out_stride,
-    num_records,
-    num_tokens,
-    begin,
-    end,
-):
-    """`tiles.emit_groups` of a type, as a part of the compiled function that calls it."""
+def emitted_groups(typing_context, type_name, isa, numbers):  # type: ignore[no-untyped-def]
+    """`tiles.emit_groups` of a type, as a part of the compiled function that calls it; `numbers`: its arguments."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         ggml_type = GGMLQuantizationType[type_name.literal_value]
@@ -151,24 +152,27 @@ def emitted_groups(  # type: ignore[no-untyped-def]
         name = f"cllm_{ggml_type.name}"
         function = emit_groups(builder.module, isa.literal_value, name, kind.record, sizes)
         make_internal(function)
-        builder.call(function, values[2:])
+        builder.call(function, _unpacked(builder, values[2]))
         return context.get_dummy_value()
 
-    return types.void(type_name, isa, *_ARGUMENTS), generate
+    return types.void(type_name, isa, _ARGUMENTS), generate
+
+
+def _unpacked(builder: Any, numbers: Any) -> list[Any]:
+    return [builder.extract_value(numbers, i) for i in range(NUM_ARGUMENTS)]
 
 
 @intrinsic
-def call_groups(  # type: ignore[no-untyped-def]
-    typing_context, address, weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end
-):
-    """Calls the kernel at an address with the arguments of `tiles.emit_groups`."""
+def call_groups(typing_context, address, numbers):  # type: ignore[no-untyped-def]
+    """Calls the kernel at an address with `numbers`, the arguments of `tiles.emit_groups`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [I64] * len(_ARGUMENTS))
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        kind = ir.FunctionType(ir.VoidType(), [I64] * NUM_ARGUMENTS)
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, _unpacked(builder, values[1]))
         return context.get_dummy_value()
 
-    return types.void(types.int64, *_ARGUMENTS), generate
+    return types.void(types.int64, _ARGUMENTS), generate
 
 
 # --- repacking ----------------------------------------------------------------------------------------------------

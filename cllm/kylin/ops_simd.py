@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
 from . import ops
 from .isa import host_isa
-from .jit import inlined, intrinsic
+from .jit import intrinsic
 from .ops import LANES
 from .simd import F32, I64, Emitter, Value, Variable, call_emitted, make_internal, start_function
 
 _ISA = host_isa()
 
 
-def emit_sum_of_squares(module: ir.Module, isa: str) -> Value:
-    """The function (x, width, out), i64: the sum of float32 x[0..width] in the order of `ops.rms_norm`, to `out`."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "cllm_sum_of_squares")
+def emit_rms_norm(module: ir.Module, isa: str) -> Value:
+    """The function (x, weight, eps, out, width), i64: `ops.rms_norm` of one row, float32 x[0..width], which may be
+    `out`. `eps` is the address of a float32."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), "cllm_rms_norm")
     make_internal(function)
-    x, width, out = function.args
+    x, weight, eps, out, width = function.args
     e = Emitter(start_function(function), isa)
     b = e.builder
     sums = [e.variable(e.zero(e.f32)) for _ in range(LANES // e.lanes)]
@@ -35,7 +35,13 @@ def emit_sum_of_squares(module: ir.Module, isa: str) -> Value:
         for r, total in enumerate(sums):
             value = e.load(e.f32, base, 4 * e.lanes * r)
             total.set(b.fadd(total.get(), e.fmul(value, value)))
-    e.store(_fold(e, sums, b.fadd), out)
+    mean = b.fdiv(_fold(e, sums, b.fadd), b.sitofp(width, F32))
+    root = e.call("llvm.sqrt.f32", F32, [b.fadd(mean, e.load(F32, eps))])
+    scale = e.splat(b.fdiv(ir.Constant(F32, 1.0), root), e.f32)
+    with e.loop(width, e.lanes) as column:
+        at = e.mul(column, ir.Constant(I64, 4))
+        scaled = e.fmul(e.load(e.f32, e.address(x, at)), scale)
+        e.store(e.fmul(scaled, e.load(e.f32, e.address(weight, at))), e.address(out, at))
     b.ret_void()
     return function
 
@@ -121,19 +127,20 @@ def emit_to_halves(module: ir.Module, isa: str) -> Value:
     return function
 
 
-def _call(name: str, emit: Callable[..., Value]) -> Any:
-    """What an intrinsic of three i64 gives numba: its signature, and how to call the function `name` of `emit`."""
+def _call(name: str, emit: Callable[..., Value], num_arguments: int = 3) -> Any:
+    """What an intrinsic of so many i64 gives numba: its signature, and how to call the function `name` of `emit`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         call_emitted(builder, name, partial(emit, isa=_ISA), values)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 3), generate
+    return types.void(*(types.int64,) * num_arguments), generate
 
 
 @intrinsic
-def _sum_of_squares(typing_context, x, width, out):  # type: ignore[no-untyped-def]
-    return _call("cllm_sum_of_squares", emit_sum_of_squares)
+def norm_row(typing_context, x, weight, eps, out, width):  # type: ignore[no-untyped-def]
+    """`emit_rms_norm`."""
+    return _call("cllm_rms_norm", emit_rms_norm, 5)
 
 
 @intrinsic
@@ -146,15 +153,3 @@ def exponentials(typing_context, scores, count, out):  # type: ignore[no-untyped
 def to_halves(typing_context, x, count, out):  # type: ignore[no-untyped-def]
     """`emit_to_halves`."""
     return _call("cllm_to_halves", emit_to_halves)
-
-
-@inlined
-def rms_norm(x, weight, eps, out, begin, end):  # type: ignore[no-untyped-def]
-    """As `ops.rms_norm`."""
-    width = x.shape[1]
-    total = np.empty(1, np.float32)
-    for row in range(begin, end):
-        _sum_of_squares(x.ctypes.data + 4 * width * row, width, total.ctypes.data)
-        scale = np.float32(1) / np.sqrt(total[0] / np.float32(width) + eps)
-        for column in range(width):
-            out[row, column] = x[row, column] * scale * weight[column]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import ops, ops_simd
+from . import ops
 from .attention_simd import attend_tile, make_scratch, store_token
 from .jit import inlined
 from .layout import (
@@ -28,7 +28,6 @@ from .layout import (
     RECORDS,
     Field,
     claim,
-    claim_groups,
     floats,
     ints,
     keys_and_values,
@@ -36,8 +35,12 @@ from .layout import (
 )
 from .matmul import call_groups
 from .native import carray, pointer
+from .ops_simd import norm_row
 from .rounding import call_rounding
 from .tiles import ROWS
+
+# Tokens of a member's block: a multiple of the largest tile, and from how many on weights are read for each block.
+_TILE, _BLOCK_TOKENS = 8, 32
 
 
 @inlined
@@ -58,38 +61,33 @@ def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untype
     """H = norm(X), and its rounding. Operands: weight, kinds."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     width = m[Field.WIDTH]
-    x, h = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.H], (MAX_TOKENS, width))
-    weight, eps = floats(row[2], width), floats(m[Field.EPS], 1)[0]
-    token = claim(row_at)
-    while token < m[Field.NUM_TOKENS]:
-        ops_simd.rms_norm(x, weight, eps, h, token, token + 1)
-        _round_token(m, h, row[3], token)
-        token = claim(row_at)
+    h = floats(m[Field.H], (MAX_TOKENS, width))
+    token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+    while token < end:
+        norm_row(m[Field.X] + 4 * width * token, row[3], m[Field.EPS], m[Field.H] + 4 * width * token, width)
+        _round_token(m, h, row[4], token)
+        token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
-def norm_logit_rows(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """As `norm_and_round`, of the rows whose logits are wanted, which move to the front."""
+def gather(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
+    """X = the rows of SOURCES. Operand: float32[N, D], X of all tokens."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    width, sources = m[Field.WIDTH], ints(m[Field.LOGIT_ROWS])
-    x, h = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.H], (MAX_TOKENS, width))
-    weight, eps = floats(row[2], width), floats(m[Field.EPS], 1)[0]
-    target = claim(row_at)
-    while target < m[Field.NUM_ROWS]:
-        for i in range(width):
-            h[target, i] = x[sources[target], i]
-        ops_simd.rms_norm(h, weight, eps, h, target, target + 1)
-        _round_token(m, h, row[3], target)
-        target = claim(row_at)
+    sources, shape = ints(m[Field.SOURCES]), (MAX_TOKENS, m[Field.WIDTH])
+    x, source = floats(m[Field.X], shape), floats(row[3], shape)
+    token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+    while token < end:
+        x[token] = source[sources[token]]
+        token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
 def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: float32[N, width], width, kinds."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    x = floats(row[2], (MAX_TOKENS, row[3]))
-    token = claim(row_at)
-    while token < m[Field.NUM_TOKENS]:
-        _round_token(m, x, row[4], token)
-        token = claim(row_at)
+    x = floats(row[3], (MAX_TOKENS, row[4]))
+    token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+    while token < end:
+        _round_token(m, x, row[5], token)
+        token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
@@ -97,56 +95,59 @@ def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-un
 
     Operands: norm of q and of k (0: none), the layer's number. Pieces: tokens.
     """
-    _rope_and_store(m_at, row_at, np.uint16)
+    _rope_and_store(m_at, row_at, member, num_members, np.uint16)
 
 
 def rope_and_store_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `rope_and_store_f16` for a cache of float32."""
-    _rope_and_store(m_at, row_at, np.float32)
+    _rope_and_store(m_at, row_at, member, num_members, np.float32)
 
 
 @inlined
-def _rope_and_store(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
+def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untyped-def]
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, k = floats(m[Field.Q], (MAX_TOKENS, heads, width)), floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
-    q_rows = floats(m[Field.Q], (MAX_TOKENS * heads, width))
-    k_rows = floats(m[Field.K], (MAX_TOKENS * kv_heads, width))
-    v, eps = floats(m[Field.V], (MAX_TOKENS, kv_heads, width)), floats(m[Field.EPS], 1)[0]
+    v = floats(m[Field.V], (MAX_TOKENS, kv_heads, width))
     angles = (m[Field.MAX_POSITIONS], width // 2)
     cos, sin = floats(m[Field.COS], angles), floats(m[Field.SIN], angles)
     positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     keys, values = keys_and_values(m, dtype)
-    token = claim(row_at)
-    while token < m[Field.NUM_TOKENS]:
-        if row[2] != 0:
-            ops_simd.rms_norm(q_rows, floats(row[2], width), eps, q_rows, token * heads, (token + 1) * heads)
-            ops_simd.rms_norm(
-                k_rows, floats(row[3], width), eps, k_rows, token * kv_heads, (token + 1) * kv_heads
-            )
+    token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+    while token < end:
+        if row[3] != 0:
+            _norm_heads(m[Field.Q], row[3], m[Field.EPS], token * heads, heads, width)
+            _norm_heads(m[Field.K], row[4], m[Field.EPS], token * kv_heads, kv_heads, width)
         if m[Field.HALVES]:
             ops.rope_halves(q, positions, cos, sin, token, token + 1)
             ops.rope_halves(k, positions, cos, sin, token, token + 1)
         else:
             ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
             ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
-        store_token(k, v, keys, values, row[4], tables, slots, positions, token)
-        token = claim(row_at)
+        store_token(k, v, keys, values, row[5], tables, slots, positions, token)
+        token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+
+
+@inlined
+def _norm_heads(x, weight, eps, first, count, width):  # type: ignore[no-untyped-def]
+    """Each of `count` heads from `first` on, of float32[.., width] at an address, normed in place."""
+    for head in range(first, first + count):
+        norm_row(x + 4 * width * head, weight, eps, x + 4 * width * head, width)
 
 
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: the layer's number."""
-    _attend(m_at, row_at, np.uint16)
+    _attend(m_at, row_at, member, num_members, np.uint16)
 
 
 def attend_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """As `attend_f16` for a cache of float32."""
-    _attend(m_at, row_at, np.float32)
+    _attend(m_at, row_at, member, num_members, np.float32)
 
 
 @inlined
-def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
+def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untyped-def]
     """Z of all tokens. Pieces: a tile of tokens on one kv-head."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
@@ -159,108 +160,102 @@ def _attend(m_at, row_at, dtype):  # type: ignore[no-untyped-def]
     for token in range(m[Field.NUM_TOKENS]):
         longest = max(longest, positions[token] + 1)
     rows, scores = make_scratch(heads // kv_heads, width, longest)
-    item = claim(row_at)
-    while item < m[Field.NUM_TILES] * kv_heads:
-        # Late tiles see the most positions: they are claimed first, so that the members end together.
-        tile, kv_head = m[Field.NUM_TILES] - 1 - item // kv_heads, item % kv_heads
+    num_items = m[Field.NUM_TILES] * kv_heads
+    item, stop = claim(row_at, member, num_members, num_items, 1)
+    while item < stop:
+        tile, kv_head = item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
-        attend_tile(q, keys, values, row[2], tables, slots, positions, begin, end, kv_head, rows, scores, z)
-        item = claim(row_at)
+        attend_tile(q, keys, values, row[3], tables, slots, positions, begin, end, kv_head, rows, scores, z)
+        item, stop = claim(row_at, member, num_members, num_items, 1)
 
 
 # --- the phases that multiply -----------------------------------------------------------------------------------
 
 
 @inlined
-def _piece(num_groups, num_members, num_records):  # type: ignore[no-untyped-def]
-    """Groups that are claimed at once: few enough that the members end together, and that their weights, a record
-    of which is 1 to 4 KB, stay in the core's own cache while tile after tile of tokens reads them."""
-    return max(1, min(num_groups // (8 * num_members), 64 // num_records))
+def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_records):  # type: ignore[no-untyped-def]
+    """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them.
+
+    With few tokens, which wait for memory, the members share the groups, so that each weight is read once. With many
+    they share the tokens: what a member makes of its own stays in its own caches from phase to phase.
+
+    A piece has few enough groups that the members end together, and that their weights, a record of which is 1 to 4
+    KB, stay in the core's own cache while tile after tile of tokens reads them.
+    """
+    num_blocks = num_members if num_tokens >= _BLOCK_TOKENS * num_members else 1
+    num_items = num_blocks * num_groups if num_tokens else 0
+    piece = max(1, min(num_items // (8 * num_members), 64 // num_records))
+    begin, end = claim(row_at, member, num_members, num_items, piece)
+    block = min(begin // num_groups, num_blocks - 1)
+    num_tiles = (num_tokens + _TILE - 1) // _TILE
+    first, last = num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks
+    base = block * num_groups
+    return begin - base, end - base, _TILE * first, min(_TILE * last, num_tokens)
 
 
 @inlined
-def _call(m, matrix, num_tokens, begin, end):  # type: ignore[no-untyped-def]
-    """Groups begin <= g < end of the product, and the bias."""
-    kind = matrix[KIND]
-    call_groups(
-        matrix[KERNEL],
+def _multiply(m, matrix, adds, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong."""
+    kind, acts_bytes = matrix[KIND], m[Field.ACTS_BYTES + matrix[KIND]]
+    acts, out = m[Field.ACTS + kind] + first * acts_bytes, matrix[OUT] + first * matrix[OUT_STRIDE]
+    numbers = (
         matrix[DATA],
-        m[Field.ACTS + kind],
-        m[Field.ACTS_BYTES + kind],
-        matrix[OUT],
+        acts,
+        acts_bytes,
+        out,
         matrix[OUT_STRIDE],
         matrix[RECORDS],
-        num_tokens,
+        last - first,
         begin,
         end,
     )
-    if matrix[BIAS] != 0:
-        bias = floats(matrix[BIAS], matrix[GROUPS] * ROWS)
-        for token in range(num_tokens):
-            y = floats(matrix[OUT] + token * matrix[OUT_STRIDE], matrix[GROUPS] * ROWS)
-            for i in range(ROWS * begin, ROWS * end):
-                y[i] += bias[i]
+    call_groups(matrix[KERNEL], (*numbers, matrix[BIAS], adds))
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Products with the same activations. Operands: up to three matrices that follow each other, how many, and
-    which field says how many tokens."""
+    whether the products are added to what is there."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    count, num_tokens = row[3], m[row[4]]
+    num_tokens, count, adds = m[Field.NUM_TOKENS], row[4], row[5]
     num_groups = 0
     for number in range(count):
-        num_groups += longs(row[2] + 8 * MATRIX * number, MATRIX)[GROUPS]
-    piece = _piece(num_groups, num_members, longs(row[2], MATRIX)[RECORDS])
-    begin, end = claim_groups(row_at, member, num_members, num_groups, piece)
-    while begin < end and num_tokens > 0:
+        num_groups += longs(row[3] + 8 * MATRIX * number, MATRIX)[GROUPS]
+    records = longs(row[3], MATRIX)[RECORDS]
+    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
+    while begin < end:
         base = 0
         for number in range(count):
-            matrix = longs(row[2] + 8 * MATRIX * number, MATRIX)
+            matrix = longs(row[3] + 8 * MATRIX * number, MATRIX)
             low, high = max(begin - base, 0), min(end - base, matrix[GROUPS])
             if low < high:
-                _call(m, matrix, num_tokens, low, high)
+                _multiply(m, matrix, adds, low, high, first, last)
             base += matrix[GROUPS]
-        begin, end = claim_groups(row_at, member, num_members, num_groups, piece)
-
-
-def multiply_and_add(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """X += product, by way of Y. Operand: the matrix."""
-    m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    matrix, width = longs(row[2], MATRIX), m[Field.WIDTH]
-    x, y = floats(m[Field.X], (MAX_TOKENS, width)), floats(m[Field.Y], (MAX_TOKENS, width))
-    piece = _piece(matrix[GROUPS], num_members, matrix[RECORDS])
-    begin, end = claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
-    while begin < end:
-        _call(m, matrix, m[Field.NUM_TOKENS], begin, end)
-        for token in range(m[Field.NUM_TOKENS]):
-            for i in range(ROWS * begin, ROWS * end):
-                x[token, i] += y[token, i]
-        begin, end = claim_groups(row_at, member, num_members, matrix[GROUPS], piece)
+        begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
 
 
 def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """GATE = silu(gate) * up. Operand: the first of two matrices that follow each other."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    first, second, width = longs(row[2], MATRIX), longs(row[2] + 8 * MATRIX, MATRIX), m[Field.FFN_WIDTH]
-    gate, up = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
-    piece = _piece(first[GROUPS], num_members, first[RECORDS])
-    begin, end = claim_groups(row_at, member, num_members, first[GROUPS], piece)
+    gate, up = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX)
+    num_tokens, num_groups, records = m[Field.NUM_TOKENS], gate[GROUPS], gate[RECORDS]
+    shape = (MAX_TOKENS, m[Field.FFN_WIDTH])
+    gates, ups = floats(m[Field.GATE], shape), floats(m[Field.UP], shape)
+    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
     while begin < end:
-        _call(m, first, m[Field.NUM_TOKENS], begin, end)
-        _call(m, second, m[Field.NUM_TOKENS], begin, end)
-        for token in range(m[Field.NUM_TOKENS]):
+        _multiply(m, gate, 0, begin, end, first, last)
+        _multiply(m, up, 0, begin, end, first, last)
+        for token in range(first, last):
             part = slice(ROWS * begin, ROWS * end)
-            ops.silu_mul_row(gate[token, part], up[token, part])
-        begin, end = claim_groups(row_at, member, num_members, first[GROUPS], piece)
+            ops.silu_mul_row(gates[token, part], ups[token, part])
+        begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
 
 
 PHASES = (
     norm_and_round,
-    norm_logit_rows,
+    gather,
     round_only,
     rope_and_store_f16,
     attend_f16,
     multiply,
-    multiply_and_add,
     multiply_gated,
 )  # of a model whose cache is f16

@@ -23,15 +23,17 @@ from .weights import Floats, Linear, ModelShape, Weights
 
 Ids = NDArray[np.int32]
 _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
-_Q, _OUTPUT, _GATE, _DOWN = 0, 3, 4, 6
-_OUTS = ("Q", "K", "V", "Y", "GATE", "UP", "Y")  # where their results go
+_Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
+_OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
+_OF_ALL, _OF_WANTED = 0, 1  # places in the arrays of which each set of tokens has its own
+_OWN = ("X", "SLOTS", "POSITIONS", "TILES", "SOURCES")
 
 
 @dataclass(frozen=True)
 class Program:
     """A program with its inputs. `arguments` are what `step.lead` and `step.serve` take of it."""
 
-    fields: NDArray[np.int64]
+    sets: NDArray[np.int64]  # fields of each set of tokens
     rows: NDArray[np.int64]
     phase_cycles: NDArray[np.int64]
     matrices: NDArray[np.int64]
@@ -40,16 +42,18 @@ class Program:
 
     @property
     def arguments(self) -> tuple[NDArray[np.int64], ...]:
-        return self.fields, self.rows, self.phase_cycles
+        return self.sets, self.rows, self.phase_cycles
 
     def set_inputs(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
         """What the next step computes: logits float32[>= R, padded V] of `rows` of embeddings float32[T, D]."""
         num_tokens, num_rows = len(embeddings), len(rows)
-        self.arrays["X"][:num_tokens] = embeddings
-        self.arrays["SLOTS"][:num_tokens] = slots
-        self.arrays["POSITIONS"][:num_tokens] = positions
-        self.arrays["LOGIT_ROWS"][:num_rows] = rows
-        self.fields[Field.NUM_TOKENS], self.fields[Field.NUM_ROWS] = num_tokens, num_rows
+        self.arrays["X"][_OF_ALL, :num_tokens] = embeddings
+        for name, values in (("SLOTS", slots), ("POSITIONS", positions)):
+            self.arrays[name][_OF_ALL, :num_tokens] = values
+            self.arrays[name][_OF_WANTED, :num_rows] = values[rows]
+        self.arrays["SOURCES"][_OF_WANTED, :num_rows] = rows
+        are_all_wanted = np.array_equal(rows, np.arange(num_tokens))
+        self.sets[:, Field.NUM_TOKENS] = num_tokens, 0 if are_all_wanted else num_tokens, num_rows
         self.matrices[-1, layout.OUT] = logits.ctypes.data
 
 
@@ -74,18 +78,34 @@ def make_program(
     """
     arrays = _make_arrays(weights.shape, packed)
     eps = np.array([weights.shape.rms_eps], np.float32)
-    fields = _make_fields(weights.shape, arrays, cache, rope, eps)
+    sets = _make_fields(weights.shape, arrays, cache, rope, eps)
     matrices = _make_matrices(weights, packed, arrays)
-    rows = _Rows(matrices)
-    for layer in range(len(weights.blocks)):
-        _add_layer(rows, weights, layer, arrays, is_f16=cache.keys.dtype == np.uint16)
+    rows, is_f16 = _Rows(matrices), cache.keys.dtype == np.uint16
+    for layer in range(len(weights.blocks) - 1):
+        _add_layer(rows, weights, layer, arrays, is_f16=is_f16)
+    # Of the last layer later tokens need the keys and values of all, but nothing else of those without logits.
+    rows.tokens = layout.KEYS_ONLY
+    _add_projections(rows, weights, len(weights.blocks) - 1, _K, is_f16=is_f16)
+    rows.tokens = layout.WANTED
+    rows.add(phases.gather, "norm", sets[layout.ALL, Field.X])
+    _add_layer(rows, weights, len(weights.blocks) - 1, arrays, is_f16=is_f16)
     last = len(matrices) - 1
-    rows.add(phases.norm_logit_rows, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
-    rows.add(phases.multiply, "output", rows.matrix(last), 1, Field.NUM_ROWS)
+    rows.add(phases.norm_and_round, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
+    rows.add(phases.multiply, "output", rows.matrix(last), 1, False)
     kept = (weights, packed, cache, rope, eps)
     return Program(
-        fields, rows.finished(num_members), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept
+        sets, rows.finished(num_members), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept
     )
+
+
+def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int, *, is_f16: bool) -> None:
+    """Queries, keys and values of one block, from the matrix `start` on, and the latter two into the cache."""
+    block, first, count = weights.blocks[layer], _A_LAYER * layer + start, _OUTPUT - start
+    norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
+    store = phases.rope_and_store_f16 if is_f16 else phases.rope_and_store_f32
+    rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first, count))
+    rows.add(phases.multiply, "qkv", rows.matrix(first), count, False)
+    rows.add(store, "rope", *norms, layer)
 
 
 def _add_layer(
@@ -93,20 +113,16 @@ def _add_layer(
 ) -> None:
     """The phases of one block."""
     block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
-    norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
-    store = phases.rope_and_store_f16 if is_f16 else phases.rope_and_store_f32
     attend = phases.attend_f16 if is_f16 else phases.attend_f32
     z_kinds, post_kinds = rows.kinds(first + _OUTPUT, 1), rows.kinds(first + _DOWN, 1)
-    rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first + _Q, 3))
-    rows.add(phases.multiply, "qkv", rows.matrix(first + _Q), 3, Field.NUM_TOKENS)
-    rows.add(store, "rope", *norms, layer)
+    _add_projections(rows, weights, layer, _Q, is_f16=is_f16)
     rows.add(attend, "attention", layer)
     rows.add(phases.round_only, "norm", arrays["Z"].ctypes.data, shape.num_heads * shape.head_width, z_kinds)
-    rows.add(phases.multiply_and_add, "attn_output", rows.matrix(first + _OUTPUT))
+    rows.add(phases.multiply, "attn_output", rows.matrix(first + _OUTPUT), 1, True)
     rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(first + _GATE, 2))
     rows.add(phases.multiply_gated, "gate_up", rows.matrix(first + _GATE))
     rows.add(phases.round_only, "norm", arrays["GATE"].ctypes.data, shape.ffn_width, post_kinds)
-    rows.add(phases.multiply_and_add, "down", rows.matrix(first + _DOWN))
+    rows.add(phases.multiply, "down", rows.matrix(first + _DOWN), 1, True)
 
 
 class _Rows:
@@ -114,10 +130,11 @@ class _Rows:
 
     def __init__(self, matrices: NDArray[np.int64]) -> None:
         self._matrices = matrices
+        self.tokens = layout.ALL  # on which the next phases work
         self._rows: list[list[int]] = []
 
     def add(self, phase: Callable[..., None], counted_as: str, *operands: int) -> None:
-        numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), *map(int, operands)]
+        numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), self.tokens, *map(int, operands)]
         self._rows.append(numbers + [0] * (layout.OPERANDS - len(numbers)))
 
     def matrix(self, number: int) -> int:
@@ -142,13 +159,13 @@ def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> di
     """Inputs and buffers of a step, and the roundings: for each kind records of the longest rows that want it."""
     width, ffn = (shape.width,), (shape.ffn_width,)
     heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
-    floats = {"X": width, "H": width, "Y": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
+    floats = {"X": width, "H": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
     floats |= {"GATE": ffn, "UP": ffn}
-    ints: dict[str, tuple[int, ...]] = {"SLOTS": (), "POSITIONS": (), "LOGIT_ROWS": (), "TILES": (2,)}
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.zeros((MAX_TOKENS, *rest), np.float32) for name, rest in floats.items()
-    }
-    arrays |= {name: np.zeros((MAX_TOKENS, *rest), np.int32) for name, rest in ints.items()}
+    ints: dict[str, tuple[int, ...]] = {"SLOTS": (), "POSITIONS": (), "TILES": (2,), "SOURCES": ()}
+    arrays: dict[str, NDArray[Any]] = {}
+    for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
+        for name, rest in shapes.items():
+            arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (MAX_TOKENS, *rest), dtype)
     longest = dict.fromkeys(KIND_OF.values(), 0)
     for matrix in packed.values():
         kind = KIND_OF[matrix.rounding]
@@ -163,7 +180,8 @@ def _make_fields(
     rope: tuple[Floats, Floats],
     eps: Floats,
 ) -> NDArray[np.int64]:
-    fields = np.zeros(layout.NUM_FIELDS, np.int64)
+    """int64[sets of tokens, NUM_FIELDS]."""
+    sets = np.zeros((3, layout.NUM_FIELDS), np.int64)
     numbers = {
         Field.WIDTH: shape.width,
         Field.HEADS: shape.num_heads,
@@ -184,15 +202,18 @@ def _make_fields(
         Field.NUM_LAYERS: cache.keys.shape[1],
     }
     for field, number in numbers.items():
-        fields[field] = number
+        sets[:, field] = number
+    sets[layout.KEYS_ONLY, Field.HEADS] = 0
     for name, array in arrays.items():
         if name.startswith("ACTS"):
             kind = int(name.split()[1])
-            fields[Field.ACTS + kind], fields[Field.ACTS_BYTES + kind] = array.ctypes.data, array.shape[1]
-            fields[Field.ROUNDINGS + kind] = compiled_rounding(kind).address if array.size else 0
+            sets[:, Field.ACTS + kind], sets[:, Field.ACTS_BYTES + kind] = array.ctypes.data, array.shape[1]
+            sets[:, Field.ROUNDINGS + kind] = compiled_rounding(kind).address if array.size else 0
         else:
-            fields[Field[name]] = array.ctypes.data
-    return fields
+            sets[:, Field[name]] = array.ctypes.data
+            if name in _OWN:
+                sets[layout.WANTED, Field[name]] = array[_OF_WANTED].ctypes.data
+    return sets
 
 
 def _make_matrices(
@@ -209,6 +230,9 @@ def _make_matrices(
         table[number, layout.KIND] = KIND_OF[matrix.rounding]
         table[number, layout.OUT_STRIDE] = 4 * matrix.padded_rows
         if number < len(layers) - 1:  # the output's result lies elsewhere in each step
-            table[number, layout.OUT] = arrays[_OUTS[number % _A_LAYER]].ctypes.data
+            name = _OUTS[number % _A_LAYER]
+            is_wanted = name in _OWN and number // _A_LAYER == len(weights.blocks) - 1  # the last layer's
+            out = arrays[name][_OF_WANTED] if is_wanted else arrays[name]
+            table[number, layout.OUT] = out.ctypes.data
             table[number, layout.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data
     return table

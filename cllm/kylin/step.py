@@ -17,44 +17,44 @@ from numba import types
 
 from .attention_simd import find_tiles
 from .jit import inlined, intrinsic, kernel, native_function
-from .layout import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, Field
+from .layout import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, TOKENS, Field, ints
 from .native import carray, cycles, pointer
 from .simd import I64
 from .team import barrier, begin_step, wait_for_step
 
 
 @kernel
-def serve(state, member, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+def serve(state, member, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
     """What the members 1, 2, .. of a team do until it ends."""
     while wait_for_step(state, member):
-        _run(state, member, num_members, m, program, phase_cycles)
+        _run(state, member, num_members, sets, program, phase_cycles)
 
 
 @kernel
-def lead(state, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
     """One step, begun and joined by member 0. X holds the embeddings; the cache counts the tokens as held.
 
-    m int64[NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles int64[len(PHASE_NAMES)],
-    added to.
+    sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
+    int64[len(PHASE_NAMES)], added to.
     """
-    n = m[Field.NUM_TOKENS]
-    tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
-    slots = carray(pointer(m[Field.SLOTS]), MAX_TOKENS, np.int32)
-    positions = carray(pointer(m[Field.POSITIONS]), MAX_TOKENS, np.int32)
-    m[Field.NUM_TILES] = find_tiles(slots, positions, n, tiles)
+    for m in sets:
+        tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
+        m[Field.NUM_TILES] = find_tiles(
+            ints(m[Field.SLOTS]), ints(m[Field.POSITIONS]), m[Field.NUM_TOKENS], tiles
+        )
     for number in range(len(program)):
         for member in range(num_members):
             program[number, OPERANDS + LINE * member] = 0
     begin_step(state, num_members)
-    _run(state, 0, num_members, m, program, phase_cycles)
+    _run(state, 0, num_members, sets, program, phase_cycles)
 
 
 @inlined
-def _run(state, member, num_members, m, program, phase_cycles):  # type: ignore[no-untyped-def]
+def _run(state, member, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
     clock = cycles()
     for number in range(len(program)):
         row = program[number]
-        call_phase(row[FUNCTION], m.ctypes.data, row.ctypes.data, member, num_members)
+        call_phase(row[FUNCTION], sets[row[TOKENS]].ctypes.data, row.ctypes.data, member, num_members)
         barrier(state, num_members)
         now = cycles()
         if member == 0:
@@ -76,9 +76,9 @@ def call_phase(typing_context, address, m, row, member, num_members):  # type: i
 
 def compile_loops() -> None:
     """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
-    numbers, program = types.int64[::1], types.int64[:, ::1]
-    lead.compile((numbers, types.int64, numbers, program, numbers))
-    serve.compile((numbers, types.int64, types.int64, numbers, program, numbers))
+    numbers, table = types.int64[::1], types.int64[:, ::1]
+    lead.compile((numbers, types.int64, table, table, numbers))
+    serve.compile((numbers, types.int64, types.int64, table, table, numbers))
 
 
 @cache

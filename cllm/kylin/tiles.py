@@ -147,6 +147,13 @@ class Tile:
             for r in self.vectors:
                 self.acc[token][r].set(e.fma(weights[r], activation, self.acc[token][r].get()))
 
+    def add_to_rows(self, bases: Sequence[Value]) -> None:
+        """acc += the 16 float32 at each token's address."""
+        e = self.e
+        for base, row in zip(bases, self.acc, strict=True):
+            for r, variable in enumerate(row):
+                variable.set(e.builder.fadd(e.load(e.f32, base, 4 * e.lanes * r), variable.get()))
+
 
 def values_of(grid: Grid) -> list[list[Value]]:
     return [[variable.get() for variable in row] for row in grid]
@@ -189,13 +196,14 @@ def tile_sizes(isa: str) -> tuple[int, ...]:
 def emit_tile(
     module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes, num_tokens: int
 ) -> Value:
-    """The function (weights, acts, acts_stride, out, out_stride, num_records), all i64, in `module`.
+    """The function (weights, acts, acts_stride, out, out_stride, num_records, bias, adds), all i64, in `module`.
 
-    Writes out[token][0..15], float32, strides in bytes: one group's rows times `num_tokens` tokens.
+    Writes out[token][0..15], float32, strides in bytes: one group's rows times `num_tokens` tokens, plus float32
+    bias[0..15] where that address is not 0. It is added to what is there where `adds` is 1.
     """
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 6), f"{name}_{num_tokens}")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), f"{name}_{num_tokens}")
     make_internal(function)
-    weights, acts, acts_stride, out, out_stride, num_records = function.args
+    weights, acts, acts_stride, out, out_stride, num_records, bias, adds = function.args
     e = Emitter(start_function(function), isa)
     tile = Tile(e, num_tokens)
     with e.loop(num_records) as number:
@@ -203,26 +211,33 @@ def emit_tile(
         at = e.address(acts, e.mul(number, i64(sizes.acts)))
         tile.acts = [e.address(at, e.mul(acts_stride, i64(token))) for token in range(num_tokens)]
         record(tile)
-    for token, row in enumerate(tile.acc):
-        base = e.address(out, e.mul(out_stride, i64(token)))
+    b = e.builder
+    outs = [e.address(out, e.mul(out_stride, i64(token))) for token in range(num_tokens)]
+    with b.if_then(b.icmp_signed("!=", bias, i64(0))):
+        tile.add_to_rows([bias] * num_tokens)
+    with b.if_then(b.icmp_signed("!=", adds, i64(0))):
+        tile.add_to_rows(outs)
+    for base, row in zip(outs, tile.acc, strict=True):
         for r, variable in enumerate(row):
             e.store(variable.get(), base, 4 * e.lanes * r)
-    e.builder.ret_void()
+    b.ret_void()
     return function
 
 
 def emit_groups(
     module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes
 ) -> Value:
-    """The function (weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end).
+    """The function (weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end, bias, adds).
 
-    The groups begin <= g < end of 16 rows times all tokens, in tiles as large as fit.
+    The groups begin <= g < end of 16 rows times all tokens, in tiles as large as fit. `bias`: of all groups.
     """
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
-    weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end = function.args
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
+    weights, acts, acts_stride, out, out_stride, num_records, *rest = function.args
+    num_tokens, begin, end, bias, adds = rest
     e = Emitter(start_function(function), isa)
     b = e.builder
     group_bytes = e.mul(num_records, i64(sizes.weights))
+    has_bias = b.icmp_signed("!=", bias, i64(0))
     done = e.variable(i64(0))  # tokens
     for size in tile_sizes(isa):
         tile = emit_tile(module, isa, name, record, sizes, size)
@@ -232,8 +247,12 @@ def emit_groups(
             with e.loop(b.sub(end, begin)) as number:
                 group = e.add(begin, number)
                 weights_at = e.address(weights, e.mul(group, group_bytes))
-                out_at = e.address(out_now, e.mul(group, i64(4 * ROWS)))
-                b.call(tile, [weights_at, acts_now, acts_stride, out_at, out_stride, num_records])
+                rows_at = e.mul(group, i64(4 * ROWS))
+                bias_at = b.select(has_bias, e.address(bias, rows_at), i64(0))
+                out_at = e.address(out_now, rows_at)
+                b.call(
+                    tile, [weights_at, acts_now, acts_stride, out_at, out_stride, num_records, bias_at, adds]
+                )
             done.set(e.add(done.get(), i64(size)))
     b.ret_void()
     return function
