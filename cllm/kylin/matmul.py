@@ -26,7 +26,7 @@ from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
 
 _ISA = host_isa()
 NUM_ARGUMENTS = 11  # of `tiles.emit_groups`
-_ARGUMENTS = types.UniTuple(types.int64, NUM_ARGUMENTS)
+_ARGUMENTS = types.UniTuple(types.int64, NUM_ARGUMENTS)  # type: ignore[no-untyped-call]
 
 
 def is_fast(ggml_type: GGMLQuantizationType) -> bool:
