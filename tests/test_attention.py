@@ -42,18 +42,21 @@ class Filled:
         shape = (len(self.slots), kv_heads, width)
         self.k, self.v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
         self.q = rng.standard_normal((len(self.slots), heads, width)).astype(np.float32)
-        for token in range(len(self.slots)):
-            attention_simd.store_token(
-                self.k,
-                self.v,
-                self.keys,
-                self.values,
-                LAYER,
-                self.cache.tables,
-                self.slots,
-                self.positions,
-                token,
-            )
+        self.store(self.k, self.v, 0, len(self.slots))
+
+    def store(self, k: np.ndarray, v: np.ndarray, begin: int, end: int) -> None:
+        attention_simd.store_tokens(
+            k,
+            v,
+            self.keys,
+            self.values,
+            LAYER,
+            self.cache.tables,
+            self.slots,
+            self.positions,
+            begin,
+            end,
+        )
 
     def attend(self, tokens: Any) -> np.ndarray:
         """z of the tokens at these indices, as one batch."""
@@ -124,18 +127,8 @@ def test_stored_as_numpy_rounds(dtype: str) -> None:
     x[1, 0, :4] = 2**-25, 1.5 * 2**-25, -0.0, 2.0**-14
     for start in range(0, len(x), 90):
         part = np.ascontiguousarray(x[start : start + 90])
-        for token in range(90):
-            attention_simd.store_token(
-                part,
-                part,
-                filled.keys,
-                filled.values,
-                LAYER,
-                filled.cache.tables,
-                filled.slots,
-                filled.positions,
-                token,
-            )
+        filled.store(part, part, 0, 37)
+        filled.store(part, part, 37, 90)
         keys, values = filled.keys.copy(), filled.values.copy()
         stored = to_stored(part, filled.keys)
         attention.store(

@@ -296,17 +296,20 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def store_token(k, v, keys, values, layer, tables, slots, positions, token):  # type: ignore[no-untyped-def]
-    """Writes k, v float32[T, K, C] of one token to its position in the cache of a layer."""
-    number = tables[slots[token], positions[token] // BLOCK]
-    chunk, block = number // CHUNK, number % CHUNK
-    place = positions[token] % BLOCK
+def store_tokens(k, v, keys, values, layer, tables, slots, positions, begin, end):  # type: ignore[no-untyped-def]
+    """Writes k, v float32[T, K, C] of the tokens begin <= t < end to their positions in the cache of a layer.
+
+    Head by head: tokens in a row write to the same 4 KB of a head's keys.
+    """
     key = np.empty(k.shape[2], keys.dtype)
     for head in range(k.shape[1]):
-        to_stored(k[token, head], key)
-        for channel in range(k.shape[2]):
-            keys[chunk, layer, head, block, channel, place] = key[channel]
-        to_stored(v[token, head], values[chunk, layer, head, block, place])
+        for token in range(begin, end):
+            number = tables[slots[token], positions[token] // BLOCK]
+            chunk, block, place = number // CHUNK, number % CHUNK, positions[token] % BLOCK
+            to_stored(k[token, head], key)
+            for channel in range(k.shape[2]):
+                keys[chunk, layer, head, block, channel, place] = key[channel]
+            to_stored(v[token, head], values[chunk, layer, head, block, place])
 
 
 def to_stored(x: Any, out: Any) -> None:

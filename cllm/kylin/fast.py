@@ -118,8 +118,7 @@ class FastPath:
         """Stores k and v [T, K, C], then attends: q [T, H, C] -> z [T, H, C]."""
         keys, values, tables = self._cache.keys, self._cache.values, self._cache.tables
         kv_heads = k.shape[1]
-        for token in range(len(q)):
-            attention_simd.store_token(k, v, keys, values, layer, tables, slots, positions, token)
+        attention_simd.store_tokens(k, v, keys, values, layer, tables, slots, positions, 0, len(q))
         tiles = np.empty((len(q), 2), np.int32)
         num_tiles = attention_simd.find_tiles(slots, positions, len(q), tiles)
         z = np.empty_like(q)

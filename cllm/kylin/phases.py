@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from . import ops
-from .attention_simd import attend_tile, make_scratch, store_token
+from .attention_simd import attend_tile, make_scratch, store_tokens
 from .jit import inlined
+from .kv_cache import BLOCK
 from .layout import (
     BIAS,
     DATA,
@@ -93,7 +94,7 @@ def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
-    Operands: norm of q and of k (0: none), the layer's number. Pieces: tokens.
+    Operands: norm of q and of k (0: none), the layer's number. Pieces: as many tokens as a block of the cache has.
     """
     _rope_and_store(m_at, row_at, member, num_members, np.uint16)
 
@@ -114,25 +115,25 @@ def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[n
     positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     keys, values = keys_and_values(m, dtype)
-    token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
-    while token < end:
+    begin, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], BLOCK)
+    while begin < end:
         if row[3] != 0:
-            _norm_heads(m[Field.Q], row[3], m[Field.EPS], token * heads, heads, width)
-            _norm_heads(m[Field.K], row[4], m[Field.EPS], token * kv_heads, kv_heads, width)
+            _norm_heads(m[Field.Q], row[3], m[Field.EPS], begin * heads, end * heads, width)
+            _norm_heads(m[Field.K], row[4], m[Field.EPS], begin * kv_heads, end * kv_heads, width)
         if m[Field.HALVES]:
-            ops.rope_halves(q, positions, cos, sin, token, token + 1)
-            ops.rope_halves(k, positions, cos, sin, token, token + 1)
+            ops.rope_halves(q, positions, cos, sin, begin, end)
+            ops.rope_halves(k, positions, cos, sin, begin, end)
         else:
-            ops.rope_neighbours(q, positions, cos, sin, token, token + 1)
-            ops.rope_neighbours(k, positions, cos, sin, token, token + 1)
-        store_token(k, v, keys, values, row[5], tables, slots, positions, token)
-        token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
+            ops.rope_neighbours(q, positions, cos, sin, begin, end)
+            ops.rope_neighbours(k, positions, cos, sin, begin, end)
+        store_tokens(k, v, keys, values, row[5], tables, slots, positions, begin, end)
+        begin, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], BLOCK)
 
 
 @inlined
-def _norm_heads(x, weight, eps, first, count, width):  # type: ignore[no-untyped-def]
-    """Each of `count` heads from `first` on, of float32[.., width] at an address, normed in place."""
-    for head in range(first, first + count):
+def _norm_heads(x, weight, eps, begin, end, width):  # type: ignore[no-untyped-def]
+    """The heads begin <= h < end of float32[.., width] at an address, normed in place."""
+    for head in range(begin, end):
         norm_row(x + 4 * width * head, weight, eps, x + 4 * width * head, width)
 
 
