@@ -26,7 +26,7 @@ from cllm.kylin.quants import (
     round_activations,
 )
 from cllm.kylin.tile_types import TILE_TYPES
-from cllm.kylin.tiles import RECORD_BYTES, WORD, TileSizes, emit_tile, tile_sizes
+from cllm.kylin.tiles import BLOCK_TOKENS, RECORD_BYTES, WORD, TileSizes, emit_tiles, tile_sizes
 
 Q = GGMLQuantizationType
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", sorted(TILE_TYPES), ids=lambda t: t.name)
@@ -60,12 +60,12 @@ def random_activations(num_tokens: int, columns: int) -> np.ndarray:
 
 @cache
 def tile(isa: str, ggml_type: Q, num_tokens: int) -> Callable[..., None]:
-    """One tile's function, by itself."""
+    """The function of tiles of one size, by itself."""
     kind = TILE_TYPES[ggml_type]
     sizes = TileSizes(kind.words * WORD, RECORD_BYTES[ACTIVATION_ROUNDING[ggml_type]])
 
     def emit(module: ir.Module) -> Any:
-        return emit_tile(module, isa, "tile", kind.record, sizes, num_tokens)
+        return emit_tiles(module, isa, "tile", kind.record, sizes, num_tokens)
 
     return compile_here(emit, 8)
 
@@ -82,20 +82,17 @@ def run_tile(
     adds: bool = False,
 ) -> None:
     """Every group and token by tiles of one size."""
-    call = tile(isa, matrix.type, num_tokens)
-    for group, weights in enumerate(groups):
-        for token in range(0, len(acts), num_tokens):
-            at = out.ctypes.data + token * out.strides[0] + 64 * group
-            call(
-                weights.ctypes.data,
-                acts[token:].ctypes.data,
-                acts.strides[0],
-                at,
-                out.strides[0],
-                matrix.num_records,
-                0 if bias is None else bias.ctypes.data + 64 * group,
-                adds,
-            )
+    for token in range(0, len(out), num_tokens):
+        tile(isa, matrix.type, num_tokens)(
+            groups.ctypes.data,
+            acts[token // BLOCK_TOKENS, 0, token % BLOCK_TOKENS].ctypes.data,
+            out[token].ctypes.data,
+            out.strides[0],
+            matrix.num_records,
+            len(groups),
+            0 if bias is None else bias.ctypes.data,
+            adds,
+        )
 
 
 @EVERY_TYPE
@@ -198,14 +195,14 @@ def test_rounding_is_that_of_quants(kind: str) -> None:
     x[8] *= np.float32(30000)
     x[9, :2] = 7, -7
     x[10] *= np.float32(1e-7)
-    records = rounding.round_rows(x, kind)
+    blocks = rounding.round_rows(x, kind)
+    assert not blocks[1, :, 4:].any()  # of no token
+    parts = np.moveaxis(blocks, 1, 2).reshape(16, -1, RECORD_BYTES[kind])[:12]
     if kind not in ROUNDING_BLOCK:
         with np.errstate(all="ignore"):
-            np.testing.assert_array_equal(records.view(np.float32), round_activations(x, kind))
+            np.testing.assert_array_equal(parts.view(np.float32).reshape(12, -1), round_activations(x, kind))
         return
     quants, scales = quantize_activations(x, kind)
-    size = RECORD_BYTES[kind]
-    parts = records.reshape(12, -1, size)
     if kind == "q8_K":
         values, found = parts[..., :256], parts[..., 304:308].copy().view(np.float32)
         sums = parts[..., 256:288].copy().view(np.int16)

@@ -54,9 +54,8 @@ class Field(IntEnum):
     Z = 28  # float32[N, H, C]
     GATE = 29  # float32[N, F]
     UP = 30  # float32[N, F]
-    ACTS = 31  # for each kind of rounding: uint8[N, bytes]
-    ACTS_BYTES = ACTS + NUM_KINDS
-    ROUNDINGS = ACTS_BYTES + NUM_KINDS  # for each kind the address of its compiled function, or 0
+    ACTS = 31  # for each kind of rounding: its records
+    ROUNDINGS = ACTS + NUM_KINDS  # for each kind the address of its compiled function, or 0
     END = ROUNDINGS + NUM_KINDS
 
 

@@ -20,6 +20,7 @@ from .gguf import Tensor
 from .isa import host_isa
 from .jit import intrinsic, kernel, native_function
 from .quants import ACTIVATION_ROUNDING
+from .rounding import records_shape
 from .simd import I64, make_internal
 from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
@@ -89,30 +90,19 @@ def multiply(
 ) -> None:
     """out[t, r] = matrix[r] . acts[t] for the rows of the groups begin <= g < end.
 
-    acts uint8[T, bytes of `rounding.row_bytes`]; out float32[T, padded rows], both in C order. Raises ValueError
+    acts from `rounding.round_rows` of float32[T, columns]; out float32[T, padded rows] in C order. Raises ValueError
     for shapes or a range that do not fit: the kernels check nothing.
     """
     expected = (
-        (len(acts), matrix.num_records * RECORD_BYTES[matrix.rounding]),
-        (len(acts), matrix.padded_rows),
+        records_shape(matrix.rounding, len(out), matrix.num_columns),
+        (len(out), matrix.padded_rows),
     )
     if (acts.shape, out.shape) != expected or not (acts.flags.c_contiguous and out.flags.c_contiguous):
         raise ValueError(f"expected activations and output of {expected}, found {acts.shape} and {out.shape}")
     if not 0 <= begin <= end <= len(matrix.data):
         raise ValueError(f"groups {begin} to {end} do not lie within the {len(matrix.data)} of the matrix")
-    compiled_kernel(matrix.type).ctypes(
-        matrix.data.ctypes.data,
-        acts.ctypes.data,
-        acts.strides[0],
-        out.ctypes.data,
-        out.strides[0],
-        matrix.num_records,
-        len(acts),
-        begin,
-        end,
-        0,
-        0,
-    )
+    numbers = (out.strides[0], matrix.num_records, 0, len(out), begin, end, 0, 0)
+    compiled_kernel(matrix.type).ctypes(matrix.data.ctypes.data, acts.ctypes.data, out.ctypes.data, *numbers)
 
 
 @cache
@@ -122,20 +112,8 @@ def compiled_kernel(ggml_type: GGMLQuantizationType) -> Any:
 
 
 def _groups_of(type_name: str) -> Any:
-    def groups(weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end, bias, adds):  # type: ignore[no-untyped-def]
-        numbers = (
-            weights,
-            acts,
-            acts_stride,
-            out,
-            out_stride,
-            num_records,
-            num_tokens,
-            begin,
-            end,
-            bias,
-            adds,
-        )
+    def groups(weights, acts, out, out_stride, num_records, first, last, begin, end, bias, adds):  # type: ignore[no-untyped-def]
+        numbers = (weights, acts, out, out_stride, num_records, first, last, begin, end, bias, adds)
         emitted_groups(type_name, _ISA, numbers)
 
     return groups

@@ -38,10 +38,9 @@ from .matmul import call_groups
 from .native import carray, pointer
 from .ops_simd import norm_row
 from .rounding import call_rounding
-from .tiles import ROWS
+from .tiles import BLOCK_TOKENS, ROWS
 
-# Tokens of a member's block: a multiple of the largest tile, and from how many on weights are read for each block.
-_TILE, _BLOCK_TOKENS = 8, 32
+_SHARED_TOKENS = 32  # a member: with fewer, the members share the weights and not the tokens
 
 
 @inlined
@@ -49,10 +48,8 @@ def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
     """Row `token` of x to the records of each rounding in `kinds`, a set of bits."""
     for kind in range(NUM_KINDS):
         if kinds >> kind & 1:
-            acts, acts_bytes = m[Field.ACTS + kind], m[Field.ACTS_BYTES + kind]
-            call_rounding(
-                m[Field.ROUNDINGS + kind], x.ctypes.data, x.shape[1], acts, acts_bytes, token, token + 1
-            )
+            acts = m[Field.ACTS + kind]
+            call_rounding(m[Field.ROUNDINGS + kind], x.ctypes.data, x.shape[1], acts, token, token + 1)
 
 
 # --- the phases: (address of m, address of the program's row, member, members) -----------------------------------
@@ -183,34 +180,21 @@ def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_recor
     A piece has few enough groups that the members end together, and that their weights, a record of which is 1 to 4
     KB, stay in the core's own cache while tile after tile of tokens reads them.
     """
-    num_blocks = num_members if num_tokens >= _BLOCK_TOKENS * num_members else 1
+    num_blocks = num_members if num_tokens >= _SHARED_TOKENS * num_members else 1
     num_items = num_blocks * num_groups if num_tokens else 0
     piece = max(1, min(num_items // (8 * num_members), 64 // num_records))
     begin, end = claim(row_at, member, num_members, num_items, piece)
     block = min(begin // num_groups, num_blocks - 1)
-    num_tiles = (num_tokens + _TILE - 1) // _TILE
-    first, last = num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks
-    base = block * num_groups
-    return begin - base, end - base, _TILE * first, min(_TILE * last, num_tokens)
+    num_eights, base = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, block * num_groups
+    first, last = num_eights * block // num_blocks, num_eights * (block + 1) // num_blocks
+    return begin - base, end - base, BLOCK_TOKENS * first, min(BLOCK_TOKENS * last, num_tokens)
 
 
 @inlined
 def _multiply(m, matrix, adds, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong."""
-    kind, acts_bytes = matrix[KIND], m[Field.ACTS_BYTES + matrix[KIND]]
-    acts, out = m[Field.ACTS + kind] + first * acts_bytes, matrix[OUT] + first * matrix[OUT_STRIDE]
-    numbers = (
-        matrix[DATA],
-        acts,
-        acts_bytes,
-        out,
-        matrix[OUT_STRIDE],
-        matrix[RECORDS],
-        last - first,
-        begin,
-        end,
-    )
-    call_groups(matrix[KERNEL], (*numbers, matrix[BIAS], adds))
+    numbers = (matrix[OUT], matrix[OUT_STRIDE], matrix[RECORDS], first, last, begin, end, matrix[BIAS], adds)
+    call_groups(matrix[KERNEL], (matrix[DATA], m[Field.ACTS + matrix[KIND]], *numbers))
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ It owns the buffers, and keeps alive every array whose address it hands out. It 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .gguf import Tensor
 from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
-from .rounding import KIND_OF, compiled_rounding, row_bytes
+from .rounding import KIND_OF, compiled_rounding, records_shape
 from .step import phase_address
 from .weights import Floats, Linear, ModelShape, Weights
 
@@ -156,7 +157,7 @@ class _Rows:
 
 
 def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> dict[str, NDArray[Any]]:
-    """Inputs and buffers of a step, and the roundings: for each kind records of the longest rows that want it."""
+    """Inputs and buffers of a step, and the roundings: for each kind room for the longest rows that want it."""
     width, ffn = (shape.width,), (shape.ffn_width,)
     heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
     floats = {"X": width, "H": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
@@ -166,11 +167,12 @@ def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> di
     for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
         for name, rest in shapes.items():
             arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (MAX_TOKENS, *rest), dtype)
-    longest = dict.fromkeys(KIND_OF.values(), 0)
+    largest = dict.fromkeys(KIND_OF.values(), 0)
     for matrix in packed.values():
         kind = KIND_OF[matrix.rounding]
-        longest[kind] = max(longest[kind], row_bytes(matrix.rounding, matrix.num_columns))
-    return arrays | {f"ACTS {kind}": np.zeros((MAX_TOKENS, size), np.uint8) for kind, size in longest.items()}
+        shape_of_records = records_shape(matrix.rounding, MAX_TOKENS, matrix.num_columns)
+        largest[kind] = max(largest[kind], math.prod(shape_of_records))
+    return arrays | {f"ACTS {kind}": np.zeros(size, np.uint8) for kind, size in largest.items()}
 
 
 def _make_fields(
@@ -207,7 +209,7 @@ def _make_fields(
     for name, array in arrays.items():
         if name.startswith("ACTS"):
             kind = int(name.split()[1])
-            sets[:, Field.ACTS + kind], sets[:, Field.ACTS_BYTES + kind] = array.ctypes.data, array.shape[1]
+            sets[:, Field.ACTS + kind] = array.ctypes.data
             sets[:, Field.ROUNDINGS + kind] = compiled_rounding(kind).address if array.size else 0
         else:
             sets[:, Field[name]] = array.ctypes.data

@@ -16,7 +16,16 @@ from .jit import inlined, intrinsic, native_function
 from .native import carray, pointer
 from .plain import find_largest, round_to_half
 from .plain_blocks import f16_to_f32
-from .tiles import K_SCALE, K_SUMS_16, K_SUMS_32, PAIR_SCALES, PAIR_SUMS, RECORD_BYTES, RECORD_VALUES
+from .tiles import (
+    BLOCK_TOKENS,
+    K_SCALE,
+    K_SUMS_16,
+    K_SUMS_32,
+    PAIR_SCALES,
+    PAIR_SUMS,
+    RECORD_BYTES,
+    RECORD_VALUES,
+)
 
 Array = np.ndarray[Any, Any]
 _F32, _I32, _U32 = np.float32, np.int32, np.uint32
@@ -29,51 +38,52 @@ _K_BYTES, _PAIR_BYTES = RECORD_BYTES["q8_K"], RECORD_BYTES["q8_0"]
 KIND_OF = {"q8_K": 0, "q8_0": 1, "q8_1": 1, "f16": 2, "bf16": 3, "none": 4}
 
 
-def row_bytes(rounding: str, num_columns: int) -> int:
-    """Bytes of one token's records."""
-    return -(-num_columns // RECORD_VALUES[rounding]) * RECORD_BYTES[rounding]
+def records_shape(rounding: str, num_tokens: int, num_columns: int) -> tuple[int, int, int, int]:
+    """The shape of so many tokens' records: [blocks of tokens, records, 8, bytes]. Drawn in `tiles.py`."""
+    num_records = -(-num_columns // RECORD_VALUES[rounding])
+    return -(-num_tokens // BLOCK_TOKENS), num_records, BLOCK_TOKENS, RECORD_BYTES[rounding]
 
 
 def round_rows(x: NDArray[np.float32], rounding: str) -> NDArray[np.uint8]:
-    """The records of float32[T, n]: uint8[T, row_bytes]."""
+    """The records of float32[T, n], uint8 of `records_shape`. Those of no token are 0."""
     x = np.ascontiguousarray(x)
-    out = np.empty((len(x), row_bytes(rounding, x.shape[1])), np.uint8)
-    run = compiled_rounding(KIND_OF[rounding]).ctypes
-    run(x.ctypes.data, x.shape[1], out.ctypes.data, out.shape[1], 0, len(x))
+    out = np.zeros(records_shape(rounding, *x.shape), np.uint8)
+    compiled_rounding(KIND_OF[rounding]).ctypes(x.ctypes.data, x.shape[1], out.ctypes.data, 0, len(x))
     return out
 
 
 @cache
 def compiled_rounding(kind: int) -> Any:
-    """The compiled rounding of a kind, with `address` and `ctypes`: a function of six int64.
+    """The compiled rounding of a kind, with `address` and `ctypes`: a function of five int64.
 
-    (address of float32[T, n], n, address of records uint8[T, out_bytes], out_bytes, begin, end): the rows
+    (address of float32[T, n], n, address of records uint8[blocks, records, 8, bytes], begin, end): the rows
     begin <= t < end. It is called by its address, so that a model compiles the kinds that it uses, once.
     """
     function = (_round_q8_k, _round_q8_0, _round_to_f16, _round_to_bf16, _copy)[kind]
-    return native_function(function, 6)
+    return native_function(function, 5)
 
 
 @intrinsic
-def call_rounding(typing_context, address, x, width, out, out_bytes, begin, end):  # type: ignore[no-untyped-def]
+def call_rounding(typing_context, address, x, width, out, begin, end):  # type: ignore[no-untyped-def]
     """Calls `compiled_rounding` by its address."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 7), generate
+    return types.void(*(types.int64,) * 6), generate
 
 
-def _round_q8_k(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-untyped-def]
-    x = carray(pointer(x_at), (end, width), np.float32)
-    out = carray(pointer(out_at), (end, out_bytes), np.uint8)
-    words = carray(pointer(out_at), (end, out_bytes // 8), np.uint64)
-    shorts = carray(pointer(out_at), (end, out_bytes // 2), np.int16)
-    floats = carray(pointer(out_at), (end, out_bytes // 4), np.float32)
+def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    x, num_records = carray(pointer(x_at), (end, width), np.float32), width // 256
     for t in range(begin, end):
-        for b in range(width // 256):
+        for b in range(num_records):
+            at = _record_at(out_at, num_records, t, b, _K_BYTES)
+            words, shorts = (
+                carray(pointer(at), _K_BYTES // 8, np.uint64),
+                carray(pointer(at), _K_BYTES // 2, np.int16),
+            )
             largest = find_largest(x, t, 256 * b, 256 * b + 256)
             inverse = _F32(-127) / largest
             scale = _F32(1) / inverse
@@ -81,30 +91,27 @@ def _round_q8_k(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-
                 inverse, scale = _F32(0), _F32(np.nan)
             elif not abs(inverse) <= _LARGEST_FINITE:
                 inverse, scale = _F32(0), _F32(0)
-            record = _K_BYTES * b
-            floats[t, (record + K_SCALE) // 4] = scale
-            _round_block(x, t, 256 * b, 256, inverse, out, record)
-            sums_16, sums_32 = (record + K_SUMS_16) // 2, (record + K_SUMS_32) // 2
+            carray(pointer(at + K_SCALE), 1, np.float32)[0] = scale
+            _round_block(x[t, 256 * b : 256 * b + 256], inverse, carray(pointer(at), 256, np.uint8))
             for j in range(8):
-                first, second = _sum(words, t, record + 32 * j), _sum(words, t, record + 32 * j + 16)
-                shorts[t, sums_16 + 2 * j] = first
-                shorts[t, sums_16 + 2 * j + 1] = second
-                shorts[t, sums_32 + j] = first + second
+                first, second = _sum(words, 4 * j), _sum(words, 4 * j + 2)
+                shorts[K_SUMS_16 // 2 + 2 * j] = first
+                shorts[K_SUMS_16 // 2 + 2 * j + 1] = second
+                shorts[K_SUMS_32 // 2 + j] = first + second
 
 
-def _round_q8_0(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-untyped-def]
-    x = carray(pointer(x_at), (end, width), np.float32)
-    out = carray(pointer(out_at), (end, out_bytes), np.uint8)
-    words = carray(pointer(out_at), (end, out_bytes // 8), np.uint64)
-    ints = carray(pointer(out_at), (end, out_bytes // 4), np.int32)
-    floats = carray(pointer(out_at), (end, out_bytes // 4), np.float32)
-    num_blocks = width // 32
+def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    x, num_blocks = carray(pointer(x_at), (end, width), np.float32), width // 32
+    num_records = (num_blocks + 1) // 2
     for t in range(begin, end):
-        if num_blocks % 2:  # half a record stays empty
-            last = _PAIR_BYTES * (num_blocks // 2)
-            for i in range(last, last + _PAIR_BYTES):
-                out[t, i] = 0
-        for b in range(num_blocks):
+        for b in range(2 * num_records):
+            at = _record_at(out_at, num_records, t, b // 2, _PAIR_BYTES)
+            words = carray(pointer(at + 32 * (b % 2)), 4, np.uint64)
+            scales = carray(pointer(at + PAIR_SCALES), 2, np.float32)
+            sums = carray(pointer(at + PAIR_SUMS), 2, np.int32)
+            if b == num_blocks:  # half a record stays empty
+                words[:], scales[1], sums[1] = np.uint64(0), _F32(0), _I32(0)
+                continue
             amax = abs(find_largest(x, t, 32 * b, 32 * b + 32))
             inverse = _F32(127) / amax
             scale = _F32(np.nan)
@@ -112,62 +119,62 @@ def _round_q8_0(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-
                 scale = round_to_half(amax / _F32(127))
             if not (inverse <= _LARGEST_FINITE and scale <= _LARGEST_FINITE):
                 inverse = _F32(0)
-            record, block = _PAIR_BYTES * (b // 2), b % 2
-            floats[t, (record + PAIR_SCALES) // 4 + block] = scale
-            begin_at = record + 32 * block
-            _round_block(x, t, 32 * b, 32, inverse, out, begin_at)
-            ints[t, (record + PAIR_SUMS) // 4 + block] = _sum(words, t, begin_at) + _sum(
-                words, t, begin_at + 16
+            scales[b % 2] = scale
+            _round_block(
+                x[t, 32 * b : 32 * b + 32], inverse, carray(pointer(at + 32 * (b % 2)), 32, np.uint8)
             )
+            sums[b % 2] = _sum(words, 0) + _sum(words, 2)
 
 
-def _round_to_f16(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-untyped-def]
-    x = carray(pointer(x_at), (end, width), np.float32)
-    out = carray(pointer(out_at), (end, out_bytes // 4), np.float32)
+def _round_to_f16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
     for t in range(begin, end):
-        for i in range(width):
-            out[t, i] = f16_to_f32(to_half(x[t, i]))
-        for i in range(width, (width + 63) // 64 * 64):
-            out[t, i] = _F32(0)
+        for b in range(num_records):
+            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
+            for i in range(64):
+                out[i] = f16_to_f32(to_half(x[t, 64 * b + i])) if 64 * b + i < width else _F32(0)
 
 
-def _round_to_bf16(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-untyped-def]
-    x = carray(pointer(x_at), (end, width), np.float32)
-    out = carray(pointer(out_at), (end, out_bytes // 4), np.float32)
+def _round_to_bf16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
     for t in range(begin, end):
-        for i in range(width):
-            out[t, i] = _to_bf16(x[t, i])
-        for i in range(width, (width + 63) // 64 * 64):
-            out[t, i] = _F32(0)
+        for b in range(num_records):
+            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
+            for i in range(64):
+                out[i] = _to_bf16(x[t, 64 * b + i]) if 64 * b + i < width else _F32(0)
 
 
-def _copy(x_at, width, out_at, out_bytes, begin, end):  # type: ignore[no-untyped-def]
-    x = carray(pointer(x_at), (end, width), np.float32)
-    out = carray(pointer(out_at), (end, out_bytes // 4), np.float32)
+def _copy(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
     for t in range(begin, end):
-        for i in range(width):
-            out[t, i] = x[t, i]
-        for i in range(width, (width + 63) // 64 * 64):
-            out[t, i] = _F32(0)
+        for b in range(num_records):
+            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
+            for i in range(64):
+                out[i] = x[t, 64 * b + i] if 64 * b + i < width else _F32(0)
 
 
 @inlined
-def _round_block(x: Array, t: int, begin: int, count: int, inverse: Any, out: Array, at: int) -> None:
-    """int8 rint(x * inverse) of `count` values. An inverse of 0 stands for a block without values."""
-    source, target = x[t, begin : begin + count], out[t, at : at + count]
+def _record_at(out_at: Any, num_records: Any, t: Any, b: Any, num_bytes: int) -> Any:
+    """The address of record `b` of token `t`."""
+    return out_at + ((t // BLOCK_TOKENS * num_records + b) * BLOCK_TOKENS + t % BLOCK_TOKENS) * num_bytes
+
+
+@inlined
+def _round_block(source: Array, inverse: Any, target: Array) -> None:
+    """int8 rint(x * inverse) of each value. An inverse of 0 stands for a block without values."""
     if inverse == _F32(0):
         target[:] = np.uint8(0)
         return
-    for i in range(count):
+    for i in range(target.shape[0]):
         target[i] = np.uint8(np.int8((source[i] * inverse + _ROUND) - _ROUND))
 
 
 @inlined
-def _sum(words: Array, t: int, begin: int) -> Any:
-    """The sum of the 16 int8 from byte `begin` on, in the uint64 that hold them: eight bytes at once."""
+def _sum(words: Array, begin: int) -> Any:
+    """The sum of 16 int8, in the two uint64 from `begin` on that hold them: eight bytes at once."""
     total = np.uint64(0)
-    for word in range(begin // 8, begin // 8 + 2):
-        biased = np.uint64(words[t, word] ^ np.uint64(0x8080808080808080))  # value + 128, unsigned
+    for word in range(begin, begin + 2):
+        biased = np.uint64(words[word] ^ np.uint64(0x8080808080808080))  # value + 128, unsigned
         total += (biased & _EVEN_BYTES) + ((biased >> np.uint64(8)) & _EVEN_BYTES)
     # The product's top 16 bits are the sum of the four 16-bit parts.
     return _I32(_I32((total * np.uint64(0x0001000100010001)) >> np.uint64(48)) - _I32(16 * 128))

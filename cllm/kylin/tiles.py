@@ -19,8 +19,10 @@ from .simd import I64, Emitter, Value, Variable, make_internal, start_function
 
 ROWS = 16  # of a group
 WORD = 4 * ROWS  # bytes of one word of a group's rows
+BLOCK_TOKENS = 8  # of a block of activations: as many as the largest tile has
 
-# Rounded activations of one token, in records that stand beside the weights' records.
+# Rounded activations lie in blocks of 8 tokens, [blocks][records][8], and beside the weights' records: so all addresses
+# of a tile are one register plus a constant. A record of one token is one of
 #
 #   q8_K, 256 values      | int8[256] | int16[16] sums of 16 values | int16[8] sums of 32 | float32 scale | 12 unused
 #   q8_0, q8_1, 2 x 32    | int8[64]  | float32[2] scales | int32[2] sums of 32 values
@@ -193,33 +195,38 @@ def tile_sizes(isa: str) -> tuple[int, ...]:
     return (8, 4, 2, 1) if isa == "avx512vnni" else (4, 2, 1)
 
 
-def emit_tile(
+def emit_tiles(
     module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes, num_tokens: int
 ) -> Value:
-    """The function (weights, acts, acts_stride, out, out_stride, num_records, bias, adds), all i64, in `module`.
+    """The function (weights, acts, out, out_stride, num_records, num_groups, bias, adds), all i64.
 
-    Writes out[token][0..15], float32, strides in bytes: one group's rows times `num_tokens` tokens, plus float32
-    bias[0..15] where that address is not 0. It is added to what is there where `adds` is 1.
+    Writes out[token][row], float32, its stride in bytes: the rows of `num_groups` groups times `num_tokens` tokens of
+    a block, from the one at `acts` on, plus float32 bias[row] where that address is not 0. It is added to what is
+    there where `adds` is 1.
     """
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), f"{name}_{num_tokens}")
     make_internal(function)
-    weights, acts, acts_stride, out, out_stride, num_records, bias, adds = function.args
+    weights, acts, out, out_stride, num_records, num_groups, bias, adds = function.args
     e = Emitter(start_function(function), isa)
-    tile = Tile(e, num_tokens)
-    with e.loop(num_records) as number:
-        tile.weights = e.address(weights, e.mul(number, i64(sizes.weights)))
-        at = e.address(acts, e.mul(number, i64(sizes.acts)))
-        tile.acts = [e.address(at, e.mul(acts_stride, i64(token))) for token in range(num_tokens)]
-        record(tile)
     b = e.builder
-    outs = [e.address(out, e.mul(out_stride, i64(token))) for token in range(num_tokens)]
-    with b.if_then(b.icmp_signed("!=", bias, i64(0))):
-        tile.add_to_rows([bias] * num_tokens)
-    with b.if_then(b.icmp_signed("!=", adds, i64(0))):
-        tile.add_to_rows(outs)
-    for base, row in zip(outs, tile.acc, strict=True):
-        for r, variable in enumerate(row):
-            e.store(variable.get(), base, 4 * e.lanes * r)
+    group_bytes = e.mul(num_records, i64(sizes.weights))
+    with e.loop(num_groups) as group:
+        tile = Tile(e, num_tokens)
+        first = e.address(weights, e.mul(group, group_bytes))
+        with e.loop(num_records) as number:
+            tile.weights = e.address(first, e.mul(number, i64(sizes.weights)))
+            at = e.address(acts, e.mul(number, i64(sizes.acts * BLOCK_TOKENS)))
+            tile.acts = [e.address(at, sizes.acts * token) for token in range(num_tokens)]
+            record(tile)
+        rows_at = e.mul(group, i64(4 * ROWS))
+        outs = [e.address(e.address(out, rows_at), e.mul(out_stride, i64(t))) for t in range(num_tokens)]
+        with b.if_then(b.icmp_signed("!=", bias, i64(0))):
+            tile.add_to_rows([e.address(bias, rows_at)] * num_tokens)
+        with b.if_then(b.icmp_signed("!=", adds, i64(0))):
+            tile.add_to_rows(outs)
+        for base, row in zip(outs, tile.acc, strict=True):
+            for r, variable in enumerate(row):
+                e.store(variable.get(), base, 4 * e.lanes * r)
     b.ret_void()
     return function
 
@@ -227,32 +234,28 @@ def emit_tile(
 def emit_groups(
     module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes
 ) -> Value:
-    """The function (weights, acts, acts_stride, out, out_stride, num_records, num_tokens, begin, end, bias, adds).
+    """The function (weights, acts, out, out_stride, num_records, first, last, begin, end, bias, adds), all i64.
 
-    The groups begin <= g < end of 16 rows times all tokens, in tiles as large as fit. `bias`: of all groups.
+    The groups begin <= g < end of 16 rows times the tokens first <= t < last, in tiles as large as fit. `first` begins
+    a block; `out` and `bias` are of all tokens and groups.
     """
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
-    weights, acts, acts_stride, out, out_stride, num_records, *rest = function.args
-    num_tokens, begin, end, bias, adds = rest
+    weights, acts, out, out_stride, num_records, *rest = function.args
+    first, last, begin, end, bias, adds = rest
     e = Emitter(start_function(function), isa)
     b = e.builder
-    group_bytes = e.mul(num_records, i64(sizes.weights))
-    has_bias = b.icmp_signed("!=", bias, i64(0))
-    done = e.variable(i64(0))  # tokens
+    rows_at, num_groups = e.mul(begin, i64(4 * ROWS)), b.sub(end, begin)
+    weights = e.address(weights, e.mul(begin, e.mul(num_records, i64(sizes.weights))))
+    bias = b.select(b.icmp_signed("!=", bias, i64(0)), e.address(bias, rows_at), i64(0))
+    token, token_bytes = e.variable(first), e.mul(num_records, i64(sizes.acts))
     for size in tile_sizes(isa):
-        tile = emit_tile(module, isa, name, record, sizes, size)
-        with e.loop(b.sdiv(b.sub(num_tokens, done.get()), i64(size))):
-            acts_now = e.address(acts, e.mul(done.get(), acts_stride))
-            out_now = e.address(out, e.mul(done.get(), out_stride))
-            with e.loop(b.sub(end, begin)) as number:
-                group = e.add(begin, number)
-                weights_at = e.address(weights, e.mul(group, group_bytes))
-                rows_at = e.mul(group, i64(4 * ROWS))
-                bias_at = b.select(has_bias, e.address(bias, rows_at), i64(0))
-                out_at = e.address(out_now, rows_at)
-                b.call(
-                    tile, [weights_at, acts_now, acts_stride, out_at, out_stride, num_records, bias_at, adds]
-                )
-            done.set(e.add(done.get(), i64(size)))
+        tiles = emit_tiles(module, isa, name, record, sizes, size)
+        with e.loop(b.sdiv(b.sub(last, token.get()), i64(size))):
+            place = b.srem(token.get(), i64(BLOCK_TOKENS))
+            block_at = e.mul(b.sub(token.get(), place), token_bytes)
+            acts_at = e.address(acts, e.address(block_at, e.mul(place, i64(sizes.acts))))
+            out_at = e.address(out, e.address(rows_at, e.mul(token.get(), out_stride)))
+            b.call(tiles, [weights, acts_at, out_at, out_stride, num_records, num_groups, bias, adds])
+            token.set(e.add(token.get(), i64(size)))
     b.ret_void()
     return function
