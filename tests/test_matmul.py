@@ -204,10 +204,10 @@ def test_rounding_is_that_of_quants(kind: str) -> None:
         return
     quants, scales = quantize_activations(x, kind)
     if kind == "q8_K":
-        values, found = parts[..., :256], parts[..., 304:308].copy().view(np.float32)
-        sums = parts[..., 256:288].copy().view(np.int16)
-        np.testing.assert_array_equal(sums.ravel(), quants.reshape(-1, 16).astype(int).sum(1))
-        sums = parts[..., 288:304].copy().view(np.int16)
+        values, found = parts[..., :256], parts[..., 336:340].copy().view(np.float32)
+        sums = parts[..., 256:320].copy().view(np.int32)
+        np.testing.assert_array_equal(sums.ravel(), -32 * quants.reshape(-1, 16).astype(int).sum(1))
+        sums = parts[..., 320:336].copy().view(np.int16)
     else:
         values, found = parts[..., :64], parts[..., 64:72].copy().view(np.float32)
         sums = parts[..., 72:80].copy().view(np.int32)

@@ -19,7 +19,7 @@ from .plain_blocks import f16_to_f32
 from .tiles import (
     BLOCK_TOKENS,
     K_SCALE,
-    K_SUMS_16,
+    K_STARTS,
     K_SUMS_32,
     PAIR_SCALES,
     PAIR_SUMS,
@@ -80,10 +80,9 @@ def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def
     for t in range(begin, end):
         for b in range(num_records):
             at = _record_at(out_at, num_records, t, b, _K_BYTES)
-            words, shorts = (
-                carray(pointer(at), _K_BYTES // 8, np.uint64),
-                carray(pointer(at), _K_BYTES // 2, np.int16),
-            )
+            words = carray(pointer(at), 32, np.uint64)
+            starts = carray(pointer(at + K_STARTS), 16, np.int32)
+            sums_32 = carray(pointer(at + K_SUMS_32), 8, np.int16)
             largest = find_largest(x, t, 256 * b, 256 * b + 256)
             inverse = _F32(-127) / largest
             scale = _F32(1) / inverse
@@ -95,9 +94,8 @@ def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def
             _round_block(x[t, 256 * b : 256 * b + 256], inverse, carray(pointer(at), 256, np.uint8))
             for j in range(8):
                 first, second = _sum(words, 4 * j), _sum(words, 4 * j + 2)
-                shorts[K_SUMS_16 // 2 + 2 * j] = first
-                shorts[K_SUMS_16 // 2 + 2 * j + 1] = second
-                shorts[K_SUMS_32 // 2 + j] = first + second
+                starts[2 * j], starts[2 * j + 1] = _I32(-32) * first, _I32(-32) * second
+                sums_32[j] = first + second
 
 
 def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from gguf.constants import GGMLQuantizationType
 from .simd import Value
 from .tiles import (
     K_SCALE,
-    K_SUMS_16,
+    K_STARTS,
     K_SUMS_32,
     PAIR_SCALES,
     PAIR_SUMS,
@@ -100,7 +100,7 @@ def q6_k(tile: Tile) -> None:
 
     The 12 words at 2 h + s, for columns 128 h + 16 s + 32 i + 0..15: 4 of bit pairs, 4 + 4 of nibbles. Low nibbles
     of the first 4 are i = 0, of the other 4 i = 1, their high nibbles i = 2 and 3; above them stand bits 2 i and
-    2 i + 1 of the pairs. Less 32.
+    2 i + 1 of the pairs. Less 32: -32 times the sum of its activations begins each dot product.
     """
     e = tile.e
     scales = [tile.word(j) for j in range(4)]
@@ -126,14 +126,10 @@ def q6_k(tile: Tile) -> None:
                 ]
 
             factor = factors.at(number, 2 * i)
-            tile.add_dots(total, _each(sixes, 4), e.add(columns, i64(32 * i)), largest=63, factor=factor)
-    pairs = [[e.pair_of_bytes(v, k, k + 1, signed=True) for v in word] for word in scales for k in (0, 2)]
-    offsets = tile.pair_sums(pairs, K_SUMS_16)
-    isum = [
-        [e.sub(v.get(), e.left(o, 5)) for v, o in zip(row, offset, strict=True)]
-        for row, offset in zip(total, offsets, strict=True)
-    ]
-    tile.accumulate([e.half_to_float(v) for v in tile.word(4)], isum, K_SCALE)
+            starts_at = e.add(e.mul(number, i64(4)), i64(K_STARTS + 8 * i))
+            columns_at = e.add(columns, i64(32 * i))
+            tile.add_dots(total, _each(sixes, 4), columns_at, largest=63, factor=factor, starts_at=starts_at)
+    tile.accumulate([e.half_to_float(v) for v in tile.word(4)], values_of(total), K_SCALE)
 
 
 def q5_k(tile: Tile) -> None:

@@ -24,13 +24,13 @@ BLOCK_TOKENS = 8  # of a block of activations: as many as the largest tile has
 # Rounded activations lie in blocks of 8 tokens, [blocks][records][8], and beside the weights' records: so all addresses
 # of a tile are one register plus a constant. A record of one token is one of
 #
-#   q8_K, 256 values      | int8[256] | int16[16] sums of 16 values | int16[8] sums of 32 | float32 scale | 12 unused
+#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale | 12 unused
 #   q8_0, q8_1, 2 x 32    | int8[64]  | float32[2] scales | int32[2] sums of 32 values
 #   floats, 64 values     | float32[64]
-K_SUMS_16, K_SUMS_32, K_SCALE = 256, 288, 304
+K_STARTS, K_SUMS_32, K_SCALE = 256, 320, 336
 PAIR_SCALES, PAIR_SUMS = 64, 72
 RECORD_VALUES = {"q8_K": 256, "q8_0": 64, "q8_1": 64, "f16": 64, "bf16": 64, "none": 64}
-RECORD_BYTES = {"q8_K": 320, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "none": 256}
+RECORD_BYTES = {"q8_K": 352, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "none": 256}
 
 # Bytes ahead of a load, in tiles of at least so many tokens. Smaller ones wait for memory anyway, and the processor's
 # own prefetching of a stream is the better one then (docs/performance.md).
@@ -69,12 +69,22 @@ class Tile:
         largest: int,
         factor: list[Value] | None = None,
         signed: bool = False,
+        starts_at: Value | None = None,
     ) -> None:
-        """total += factor * dot of `words`, of magnitude up to `largest`, with activations from byte `acts_at`."""
+        """total += factor * dot of `words`, of magnitude up to `largest`, with activations from byte `acts_at`.
+
+        `starts_at`: the byte of an int32 with which each dot product begins.
+        """
         e = self.e
         span = e.dot_span(largest)
         acts = [e.address(x, acts_at) for x in self.acts]
         dot = e.dot_signed if signed else e.dot
+        starts: Sequence[Value] = [None] * self.num_tokens
+        if starts_at is not None:
+            starts = [e.broadcast(e.i32, e.address(x, starts_at)) for x in self.acts]
+            if not e.has_whole_sums:
+                self._add_products_of_starts(total, starts, factor)
+                starts = [None] * self.num_tokens
         for start in range(0, len(words), span):
             places = range(start, min(start + span, len(words)))
             if len(places) <= 2:  # few enough to hold the weights in registers, and one token's sum at a time
@@ -83,7 +93,7 @@ class Tile:
                     parts = self._add_words(weights, acts[token], [None for _ in self.vectors], dot)
                     self._add_scaled(total[token], parts, factor)
                 continue
-            partial: list[list[Value]] = [[None for _ in self.vectors] for _ in self.acc]
+            partial: list[list[Value]] = [[first for _ in self.vectors] for first in starts]
             for place in places:
                 weights = {place: words[place]()}
                 for token in range(self.num_tokens):
@@ -103,6 +113,15 @@ class Tile:
     def _add_scaled(self, total: list[Variable], partial: list[Value], factor: list[Value] | None) -> None:
         for r in self.vectors:
             total[r].set(self.e.scaled(total[r].get(), partial[r], factor and factor[r]))
+
+    def _add_products_of_starts(
+        self, total: Grid, starts: Sequence[Value], factor: list[Value] | None
+    ) -> None:
+        e = self.e
+        assert factor is not None
+        for sums, first in zip(total, starts, strict=True):
+            for r in self.vectors:
+                sums[r].set(e.add(sums[r].get(), e.mul(first, e.scale_as_int(factor[r]))))
 
     def subtract_sums(self, total: Grid, offset: int, sums_at: int) -> None:
         """total -= offset * the int32 sum of activations at byte `sums_at`."""
