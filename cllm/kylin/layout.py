@@ -12,7 +12,7 @@ import numpy as np
 
 from .jit import inlined
 from .kv_cache import BLOCK, CHUNK
-from .native import atomic_add, carray, pointer
+from .native import atomic_add, atomic_load, carray, pointer
 from .rounding import KIND_OF
 
 MAX_TOKENS = 256  # of one step; a larger batch takes several
@@ -108,10 +108,13 @@ def claim(row_at, member, num_members, num_items, piece):  # type: ignore[no-unt
     before. A member that has ended its own goes on with those of the others.
     """
     begin, end = 0, 0
-    for turn in range(num_members):
+    num_ranges = min(num_members, num_items)
+    for turn in range(num_ranges):
         if begin == end:
-            owner = (member + turn) % num_members
-            low, high = num_items * owner // num_members, num_items * (owner + 1) // num_members
-            begin = min(low + atomic_add(row_at + 8 * (OPERANDS + LINE * owner), piece), high)
-            end = min(begin + piece, high)
+            owner = (member + turn) % num_ranges
+            low, high = num_items * owner // num_ranges, num_items * (owner + 1) // num_ranges
+            counter = row_at + 8 * (OPERANDS + LINE * owner)
+            if atomic_load(counter) < high - low:  # what only reads it leaves the line with the others
+                begin = min(low + atomic_add(counter, piece), high)
+                end = min(begin + piece, high)
     return begin, end

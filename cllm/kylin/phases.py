@@ -40,8 +40,6 @@ from .ops_simd import norm_row
 from .rounding import call_rounding
 from .tiles import BLOCK_TOKENS, ROWS
 
-_SHARED_TOKENS = 32  # a member: with fewer, the members share the weights and not the tokens
-
 
 @inlined
 def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
@@ -174,13 +172,14 @@ def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untype
 def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_records):  # type: ignore[no-untyped-def]
     """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them.
 
-    With few tokens, which wait for memory, the members share the groups, so that each weight is read once. With many
-    they share the tokens: what a member makes of its own stays in its own caches from phase to phase.
+    With few tokens, which wait for memory, the members share the groups, so that each weight is read once. With more
+    they share the tokens: what a member makes of its own stays in its own caches from phase to phase. Each then reads
+    all weights, at 100 GB/s over the number of its tokens: all of them stay below 25 GB/s.
 
     A piece has few enough groups that the members end together, and that their weights, a record of which is 1 to 4
     KB, stay in the core's own cache while tile after tile of tokens reads them.
     """
-    num_blocks = num_members if num_tokens >= _SHARED_TOKENS * num_members else 1
+    num_blocks = num_members if num_tokens >= 4 * num_members * num_members else 1
     num_items = num_blocks * num_groups if num_tokens else 0
     piece = max(1, min(num_items // (8 * num_members), 64 // num_records))
     begin, end = claim(row_at, member, num_members, num_items, piece)
