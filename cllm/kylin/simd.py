@@ -173,8 +173,8 @@ class Emitter:
             return products if partial is None else self._pinned(self.builder.add(partial, products))
         partial = self.zero(self.i32) if partial is None else partial
         if self.isa in ("avx512vnni", "avxvnni"):
-            width = 32 * self.lanes
-            return self._vector_call(f"llvm.x86.avx512.vpdpbusd.{width}", partial, weights, activations)
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+            return self.call(name, self.i32, [partial, weights, activations])
         if self.isa == "sdot":
             bytes_ = [self.cast(v, self.i8) for v in (weights, activations)]
             return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.i32, [partial, *bytes_])
@@ -253,9 +253,6 @@ class Emitter:
             a = self.right_signed(self.left(activations, 24 - 8 * place), 24)
             partial = self.add(partial, self.mul(w, a))
         return partial
-
-    def _vector_call(self, name: str, *arguments: Value) -> Value:
-        return self.call(name, self.i32, arguments)
 
     # --- float lanes ---
 
