@@ -28,7 +28,7 @@ class Field(IntEnum):
     SLOTS = 2  # int32[N]
     POSITIONS = 3  # int32[N]
     TILES = 4  # int32[N, 2]
-    SOURCES = 5  # int32[N]: as which of all tokens each begins
+    SOURCES = 5  # int32[N]: which of all tokens the wanted ones are
     WIDTH = 6  # D
     HEADS = 7  # H
     KV_HEADS = 8  # K

@@ -26,8 +26,8 @@ from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
 
 _ISA = host_isa()
-NUM_ARGUMENTS = 11  # of `tiles.emit_groups`
-_ARGUMENTS = types.UniTuple(types.int64, NUM_ARGUMENTS)  # type: ignore[no-untyped-call]
+_NUM_ARGUMENTS = 11  # of `tiles.emit_groups`
+_ARGUMENTS = types.UniTuple(types.int64, _NUM_ARGUMENTS)  # type: ignore[no-untyped-call]
 
 
 def is_fast(ggml_type: GGMLQuantizationType) -> bool:
@@ -108,7 +108,7 @@ def multiply(
 @cache
 def compiled_kernel(ggml_type: GGMLQuantizationType) -> Any:
     """The type's compiled kernel, with `address` and `ctypes`; its arguments are those of `tiles.emit_groups`."""
-    return native_function(_groups_of(ggml_type.name), NUM_ARGUMENTS)
+    return native_function(_groups_of(ggml_type.name), _NUM_ARGUMENTS)
 
 
 def _groups_of(type_name: str) -> Any:
@@ -137,7 +137,7 @@ def emitted_groups(typing_context, type_name, isa, numbers):  # type: ignore[no-
 
 
 def _unpacked(builder: Any, numbers: Any) -> list[Any]:
-    return [builder.extract_value(numbers, i) for i in range(NUM_ARGUMENTS)]
+    return [builder.extract_value(numbers, i) for i in range(_NUM_ARGUMENTS)]
 
 
 @intrinsic
@@ -145,7 +145,7 @@ def call_groups(typing_context, address, numbers):  # type: ignore[no-untyped-de
     """Calls the kernel at an address with `numbers`, the arguments of `tiles.emit_groups`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [I64] * NUM_ARGUMENTS)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * _NUM_ARGUMENTS)
         function = builder.inttoptr(values[0], kind.as_pointer())
         builder.call(function, _unpacked(builder, values[1]))
         return context.get_dummy_value()

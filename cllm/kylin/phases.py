@@ -42,12 +42,11 @@ from .tiles import BLOCK_TOKENS, ROWS
 
 
 @inlined
-def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
-    """Row `token` of x to the records of each rounding in `kinds`, a set of bits."""
+def _round_token(m, x, width, kinds, token):  # type: ignore[no-untyped-def]
+    """Row `token` of float32[N, width] at the address x to the records of each rounding in `kinds`, a set of bits."""
     for kind in range(NUM_KINDS):
         if kinds >> kind & 1:
-            acts = m[Field.ACTS + kind]
-            call_rounding(m[Field.ROUNDINGS + kind], x.ctypes.data, x.shape[1], acts, token, token + 1)
+            call_rounding(m[Field.ROUNDINGS + kind], x, width, m[Field.ACTS + kind], token, token + 1)
 
 
 # --- the phases: (address of m, address of the program's row, member, members) -----------------------------------
@@ -56,12 +55,12 @@ def _round_token(m, x, kinds, token):  # type: ignore[no-untyped-def]
 def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """H = norm(X), and its rounding. Operands: weight, kinds."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    width = m[Field.WIDTH]
-    h = floats(m[Field.H], (MAX_TOKENS, width))
+    x, h, width = m[Field.X], m[Field.H], m[Field.WIDTH]
     token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
     while token < end:
-        norm_row(m[Field.X] + 4 * width * token, row[3], m[Field.EPS], m[Field.H] + 4 * width * token, width)
-        _round_token(m, h, row[4], token)
+        at = 4 * width * token
+        norm_row(x + at, row[3], m[Field.EPS], h + at, width)
+        _round_token(m, h, width, row[4], token)
         token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
@@ -79,10 +78,9 @@ def gather(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
 def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Operands: float32[N, width], width, kinds."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    x = floats(row[3], (MAX_TOKENS, row[4]))
     token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
     while token < end:
-        _round_token(m, x, row[5], token)
+        _round_token(m, row[3], row[4], row[5], token)
         token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 

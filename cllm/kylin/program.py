@@ -27,7 +27,7 @@ _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
 _Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
 _OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
 _OF_ALL, _OF_WANTED = 0, 1  # places in the arrays of which each set of tokens has its own
-_OWN = ("X", "SLOTS", "POSITIONS", "TILES", "SOURCES")
+_OWN = ("X", "SLOTS", "POSITIONS", "TILES")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Program:
         for name, values in (("SLOTS", slots), ("POSITIONS", positions)):
             self.arrays[name][_OF_ALL, :num_tokens] = values
             self.arrays[name][_OF_WANTED, :num_rows] = values[rows]
-        self.arrays["SOURCES"][_OF_WANTED, :num_rows] = rows
+        self.arrays["SOURCES"][:num_rows] = rows
         are_all_wanted = np.array_equal(rows, np.arange(num_tokens))
         self.sets[:, Field.NUM_TOKENS] = num_tokens, 0 if are_all_wanted else num_tokens, num_rows
         self.matrices[-1, layout.OUT] = logits.ctypes.data

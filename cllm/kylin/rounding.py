@@ -32,7 +32,7 @@ _F32, _I32, _U32 = np.float32, np.int32, np.uint32
 _LARGEST_FINITE = np.finfo(np.float32).max
 _ROUND = np.float32(1.5 * 2**23)  # (x + _ROUND) - _ROUND is x rounded to an integer, ties to even
 _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
-_K_BYTES, _PAIR_BYTES = RECORD_BYTES["q8_K"], RECORD_BYTES["q8_0"]
+_K_BYTES, _PAIR_BYTES, _FLOAT_BYTES = (RECORD_BYTES[rounding] for rounding in ("q8_K", "q8_0", "none"))
 
 # Numbers of the roundings in compiled code. q8_0 and q8_1 differ in ggml only: here both keep the sums.
 KIND_OF = {"q8_K": 0, "q8_0": 1, "q8_1": 1, "f16": 2, "bf16": 3, "none": 4}
@@ -125,30 +125,36 @@ def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def
 
 
 def _round_to_f16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
-    for t in range(begin, end):
-        for b in range(num_records):
-            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
-            for i in range(64):
-                out[i] = f16_to_f32(to_half(x[t, 64 * b + i])) if 64 * b + i < width else _F32(0)
+    _round_each(_through_f16, x_at, width, out_at, begin, end)
 
 
 def _round_to_bf16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
-    for t in range(begin, end):
-        for b in range(num_records):
-            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
-            for i in range(64):
-                out[i] = _to_bf16(x[t, 64 * b + i]) if 64 * b + i < width else _F32(0)
+    _round_each(_to_bf16, x_at, width, out_at, begin, end)
 
 
 def _copy(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    _round_each(_as_it_is, x_at, width, out_at, begin, end)
+
+
+@inlined
+def _round_each(convert, x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+    """Records of float32: `convert` of each value, and zeros where a row has ended."""
     x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
     for t in range(begin, end):
         for b in range(num_records):
-            out = carray(pointer(_record_at(out_at, num_records, t, b, 256)), 64, np.float32)
+            out = carray(pointer(_record_at(out_at, num_records, t, b, _FLOAT_BYTES)), 64, np.float32)
             for i in range(64):
-                out[i] = x[t, 64 * b + i] if 64 * b + i < width else _F32(0)
+                out[i] = convert(x[t, 64 * b + i]) if 64 * b + i < width else _F32(0)
+
+
+@inlined
+def _through_f16(x: Any) -> Any:
+    return f16_to_f32(to_half(x))
+
+
+@inlined
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 @inlined

@@ -214,8 +214,8 @@ class Emitter:
         return self.both(self.right(word, 8 * place), 0xFF)
 
     def scale_as_int(self, scale: Value) -> Value:
-        """A signed factor of `scale_of_byte` as int32."""
-        return scale if self.has_whole_sums else self.right_signed(self.cast(scale, self.i32), 16)
+        """A signed factor of `scale_of_byte` as int32, where sums are not whole."""
+        return self.right_signed(self.cast(scale, self.i32), 16)
 
     @property
     def scale_type(self) -> ir.VectorType:

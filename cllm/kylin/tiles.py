@@ -79,27 +79,22 @@ class Tile:
         span = e.dot_span(largest)
         acts = [e.address(x, acts_at) for x in self.acts]
         dot = e.dot_signed if signed else e.dot
-        starts: Sequence[Value] = [None] * self.num_tokens
-        if starts_at is not None:
-            starts = [e.broadcast(e.i32, e.address(x, starts_at)) for x in self.acts]
-            if not e.has_whole_sums:
-                self._add_products_of_starts(total, starts, factor)
-                starts = [None] * self.num_tokens
+        partial = self._begin_dots(total, starts_at, factor)
         for start in range(0, len(words), span):
             places = range(start, min(start + span, len(words)))
             if len(places) <= 2:  # few enough to hold the weights in registers, and one token's sum at a time
                 weights = {place: words[place]() for place in places}
                 for token in range(self.num_tokens):
-                    parts = self._add_words(weights, acts[token], [None for _ in self.vectors], dot)
+                    parts = self._add_words(weights, acts[token], partial[token], dot)
                     self._add_scaled(total[token], parts, factor)
-                continue
-            partial: list[list[Value]] = [[first for _ in self.vectors] for first in starts]
-            for place in places:
-                weights = {place: words[place]()}
-                for token in range(self.num_tokens):
-                    partial[token] = self._add_words(weights, acts[token], partial[token], dot)
-            for sums, parts in zip(total, partial, strict=True):
-                self._add_scaled(sums, parts, factor)
+            else:
+                for place in places:
+                    weights = {place: words[place]()}
+                    for token in range(self.num_tokens):
+                        partial[token] = self._add_words(weights, acts[token], partial[token], dot)
+                for sums, parts in zip(total, partial, strict=True):
+                    self._add_scaled(sums, parts, factor)
+            partial = self._begin_dots(total)
 
     def _add_words(
         self, weights: dict[int, list[Value]], acts: Value, partial: list[Value], dot: Callable[..., Value]
@@ -114,14 +109,22 @@ class Tile:
         for r in self.vectors:
             total[r].set(self.e.scaled(total[r].get(), partial[r], factor and factor[r]))
 
-    def _add_products_of_starts(
-        self, total: Grid, starts: Sequence[Value], factor: list[Value] | None
-    ) -> None:
+    def _begin_dots(
+        self, total: Grid, starts_at: Value | None = None, factor: list[Value] | None = None
+    ) -> list[list[Value]]:
+        """[token][vector]: what dot products begin with. Where that cannot be an int32, `total` has it now."""
         e = self.e
+        nothing = [[None for _ in self.vectors] for _ in self.acc]
+        if starts_at is None:
+            return nothing
+        starts = [e.broadcast(e.i32, e.address(x, starts_at)) for x in self.acts]
+        if e.has_whole_sums:
+            return [[first for _ in self.vectors] for first in starts]
         assert factor is not None
         for sums, first in zip(total, starts, strict=True):
             for r in self.vectors:
                 sums[r].set(e.add(sums[r].get(), e.mul(first, e.scale_as_int(factor[r]))))
+        return nothing
 
     def subtract_sums(self, total: Grid, offset: int, sums_at: int) -> None:
         """total -= offset * the int32 sum of activations at byte `sums_at`."""
