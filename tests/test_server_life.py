@@ -92,7 +92,7 @@ def test_a_full_queue(server: Running) -> None:
         assert answer.headers["retry-after"] == "1"
     for connection in busy:
         connection.close()
-    until(lambda: num_running(server) == 0)
+    assert_idle(server.llm)
     assert server.ask("/v1/completions", prompt="x", max_tokens=2)["choices"]
 
 
