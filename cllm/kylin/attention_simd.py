@@ -1,6 +1,6 @@
 """Attention with vector instructions: the inner loops over blocks of 16 positions, and the kernel made of them.
 
-It computes what `attention.py` does, which is its plain twin. A work item is a *tile* of up to 4 tokens in a row
+It computes what `attention.py` does, which is its plain twin. A work item is a *tile* of up to 8 tokens in a row
 of one sequence, times one kv-head: the query heads of the tile share each load of keys and values.
 
 Law 1: a score is one chain of fma over the channels, a weighted sum one over the positions, from position 0.
@@ -24,10 +24,10 @@ from .kv_cache import BLOCK, CHUNK
 from .ops_simd import exponentials, to_halves
 from .simd import F32, I64, Emitter, Value, call_emitted, make_internal, start_function
 
-TILE_TOKENS = 4
+TILE_TOKENS = 8
 _ISA = host_isa()
 _MOST_BLOCKS = 4  # whose values one call adds up: 16 KB of f16 at a width of 128, half of the first cache
-_MOST_ROWS = 8 if _ISA == "avx512vnni" else 4  # that the registers hold sums for
+_MOST_ROWS = 16 if _ISA == "avx512vnni" else 4  # that the registers hold sums for
 
 
 def emit_scores(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Value:
@@ -230,6 +230,9 @@ def _score_blocks(queries, num_rows, keys, layer, table, kv_head, num_seen, scal
         while left >= _MOST_ROWS:
             _scores(_MOST_ROWS, keys, q, q_stride, block, width, scale, out, out_stride)
             q, out, left = q + _MOST_ROWS * q_stride, out + _MOST_ROWS * out_stride, left - _MOST_ROWS
+        while left >= 8:
+            _scores(8, keys, q, q_stride, block, width, scale, out, out_stride)
+            q, out, left = q + 8 * q_stride, out + 8 * out_stride, left - 8
         while left >= 4:
             _scores(4, keys, q, q_stride, block, width, scale, out, out_stride)
             q, out, left = q + 4 * q_stride, out + 4 * out_stride, left - 4
@@ -278,6 +281,9 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
                 out + _MOST_ROWS * out_stride,
                 left - _MOST_ROWS,
             )
+        while left >= 8:
+            _weigh(8, values, weights, stride, block, width, 0, shared, out, out_stride)
+            weights, out, left = weights + 8 * stride, out + 8 * out_stride, left - 8
         while left >= 4:
             _weigh(4, values, weights, stride, block, width, 0, shared, out, out_stride)
             weights, out, left = weights + 4 * stride, out + 4 * out_stride, left - 4

@@ -1,5 +1,5 @@
 """What compiled code needs of the machine and Python does not offer: atomic counters, waiting, the cycle counter,
-parking. It must not know arrays, models or work; addresses are int64."""
+parking, the fused multiplication. It must not know arrays, models or work; addresses are int64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba import types
 
 from .jit import intrinsic
 
-I64 = ir.IntType(64)
+F32, I64 = ir.FloatType(), ir.IntType(64)
 carray: Any = numba.carray  # type: ignore[attr-defined]  # an array at a `pointer`
 
 # The C library's. An unnamed semaphore is the cheapest way to sleep without Python: one call, no GIL.
@@ -89,3 +89,16 @@ def pointer(typing_context, address):  # type: ignore[no-untyped-def]
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c of float32, rounded once."""
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        kind, name = ir.FunctionType(F32, [F32] * 3), "llvm.fma.f32"
+        return builder.call(
+            builder.module.globals.get(name) or ir.Function(builder.module, kind, name), values
+        )
+
+    return types.float32(*(types.float32,) * 3), generate

@@ -9,42 +9,36 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import inlined, kernel
+from .native import fma
 
 LANES = 16
 LOG2_E = np.float32(1.4426950408889634)
 # ln 2 in two parts: the first has so few bits that n * LN2_HIGH is exact (Cody and Waite).
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 TO_NEAREST = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds a small float to an integer, ties to even
-EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(88.0)
-# Cephes expf's minimax polynomial for e^r on |r| <= ln(2)/2, without its last two terms, r and 1.
+EXP_MIN = np.float32(-86.0)  # e^x and what it is made of stay normal numbers down to here
+# e^r = 1 + r * (1 + r * (..)) on |r| <= ln(2)/2: a minimax polynomial by Remez' algorithm, lowest power first.
 EXP_TERMS = tuple(
-    np.float32(term)
-    for term in (
-        *(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3),
-        *(4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
-    )
+    np.float32(term) for term in (1, 0.50000006, 0.16666365, 0.04166477, 0.008379059, 0.0014061423)
 )
 
 
 @inlined
 def exp32(x):  # type: ignore[no-untyped-def]
-    """e^x in float32, relative error below 2e-7; 0 below -87, never infinite (x is capped at 88); NaN stays NaN."""
-    small = x < EXP_MIN
-    x = min(max(x, EXP_MIN), EXP_MAX) if x == x else x
-    shifted = x * LOG2_E + TO_NEAREST
+    """e^x in float32 for x <= 0, relative error below 1.2e-7; 0 below -86, NaN of NaN."""
+    shifted = fma(x, LOG2_E, TO_NEAREST)
     n = shifted - TO_NEAREST
-    r = (x - n * LN2_HIGH) - n * LN2_LOW
-    p = EXP_TERMS[0]
-    p = p * r + EXP_TERMS[1]
-    p = p * r + EXP_TERMS[2]
-    p = p * r + EXP_TERMS[3]
-    p = p * r + EXP_TERMS[4]
-    p = p * r + EXP_TERMS[5]
-    p = p * r * r + r + np.float32(1)
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
+    p = fma(EXP_TERMS[5], r, EXP_TERMS[4])
+    p = fma(p, r, EXP_TERMS[3])
+    p = fma(p, r, EXP_TERMS[2])
+    p = fma(p, r, EXP_TERMS[1])
+    p = fma(p, r, EXP_TERMS[0])
+    p = fma(p, r, np.float32(1))
     # The low bits of `shifted` are n: shifted into the exponent they make 2^n.
     exponent = (np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23)
     power = np.int32(exponent).view(np.float32)
-    return np.float32(0) if small else p * power
+    return np.float32(0) if x < EXP_MIN else p * power
 
 
 @inlined

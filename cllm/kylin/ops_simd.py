@@ -83,18 +83,14 @@ def _exp(e: Emitter, x: Value) -> Value:
     def number(value: Any) -> Value:
         return e.splat(float(value), e.f32)
 
-    is_small = b.fcmp_ordered("<", x, number(ops.EXP_MIN))
-    x = b.select(is_small, number(ops.EXP_MIN), x)
-    x = b.select(b.fcmp_ordered(">", x, number(ops.EXP_MAX)), number(ops.EXP_MAX), x)
-    shifted = b.fadd(b.fmul(x, number(ops.LOG2_E)), number(ops.TO_NEAREST))
+    shifted = e.fma(x, number(ops.LOG2_E), number(ops.TO_NEAREST))
     n = b.fsub(shifted, number(ops.TO_NEAREST))
-    r = b.fsub(b.fsub(x, b.fmul(n, number(ops.LN2_HIGH))), b.fmul(n, number(ops.LN2_LOW)))
-    p = number(ops.EXP_TERMS[0])
-    for term in ops.EXP_TERMS[1:]:
-        p = b.fadd(b.fmul(p, r), number(term))
-    p = b.fadd(b.fadd(b.fmul(b.fmul(p, r), r), r), number(1))
+    r = e.fma(n, number(-ops.LN2_LOW), e.fma(n, number(-ops.LN2_HIGH), x))
+    p = number(ops.EXP_TERMS[-1])
+    for term in (*ops.EXP_TERMS[-2::-1], 1):
+        p = e.fma(p, r, number(term))
     power = e.cast(e.left(e.add(e.cast(shifted, e.i32), e.splat(127, e.i32)), 23), e.f32)
-    return b.select(is_small, e.zero(e.f32), b.fmul(p, power))
+    return b.select(b.fcmp_ordered("<", x, number(ops.EXP_MIN)), e.zero(e.f32), b.fmul(p, power))
 
 
 def _fold(e: Emitter, vectors: Sequence[Variable], combine: Callable[[Value, Value], Value]) -> Value:
