@@ -16,11 +16,9 @@ from .jit import inlined, intrinsic, native_function
 from .native import carray, pointer
 from .plain import find_largest, round_to_half
 from .plain_blocks import f16_to_f32
+from .rounding_simd import round_q8_k
 from .tiles import (
     BLOCK_TOKENS,
-    K_SCALE,
-    K_STARTS,
-    K_SUMS_32,
     PAIR_SCALES,
     PAIR_SUMS,
     RECORD_BYTES,
@@ -76,26 +74,10 @@ def call_rounding(typing_context, address, x, width, out, begin, end):  # type: 
 
 
 def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    x, num_records = carray(pointer(x_at), (end, width), np.float32), width // 256
+    num_records = width // 256
     for t in range(begin, end):
-        for b in range(num_records):
-            at = _record_at(out_at, num_records, t, b, _K_BYTES)
-            words = carray(pointer(at), 32, np.uint64)
-            starts = carray(pointer(at + K_STARTS), 16, np.int32)
-            sums_32 = carray(pointer(at + K_SUMS_32), 8, np.int16)
-            largest = find_largest(x, t, 256 * b, 256 * b + 256)
-            inverse = _F32(-127) / largest
-            scale = _F32(1) / inverse
-            if not abs(largest) <= _LARGEST_FINITE:
-                inverse, scale = _F32(0), _F32(np.nan)
-            elif not abs(inverse) <= _LARGEST_FINITE:
-                inverse, scale = _F32(0), _F32(0)
-            carray(pointer(at + K_SCALE), 1, np.float32)[0] = scale
-            _round_block(x[t, 256 * b : 256 * b + 256], inverse, carray(pointer(at), 256, np.uint8))
-            for j in range(8):
-                first, second = _sum(words, 4 * j), _sum(words, 4 * j + 2)
-                starts[2 * j], starts[2 * j + 1] = _I32(-32) * first, _I32(-32) * second
-                sums_32[j] = first + second
+        record_at = _record_at(out_at, num_records, t, 0, _K_BYTES)
+        round_q8_k(x_at + 4 * width * t, num_records, record_at, BLOCK_TOKENS * _K_BYTES)
 
 
 def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]

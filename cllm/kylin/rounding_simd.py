@@ -1,0 +1,132 @@
+"""The rounding to q8_K by vector instructions: one block of 256 activations to its record, drawn in `tiles.py`. Its
+plain twin is `quants.py`, of the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from .isa import host_isa
+from .jit import intrinsic
+from .simd import F32, I8, I16, I32, I64, Emitter, Value, call_emitted, make_internal, start_function
+from .tiles import K_SCALE, K_STARTS, K_SUMS_32
+
+VALUES = 256  # of a block
+_FACTOR = K_SCALE + 4  # unused bytes of a record
+_SIGN = 0x80000000
+_TO_INTEGER = float(
+    1.5 * 2**23
+)  # added to |x| <= 127 it rounds, ties to even, and leaves int8 in the low byte
+_LARGEST_FINITE = float(np.finfo(np.float32).max)
+
+
+def emit_round_q8_k(module: ir.Module, isa: str) -> Value:
+    """The function (x, num_blocks, records, stride), all i64: float32 x[num_blocks * 256] to records of q8_K, which
+    are `stride` bytes apart.
+
+    All scales first, since to find one is a chain of operations that each wait for the one before: those of several
+    blocks run at once.
+    """
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), "cllm_round_q8_k")
+    make_internal(function)
+    x, num_blocks, records, stride = function.args
+    e = Emitter(start_function(function), isa)
+    for step in (_put_scale, _put_values):
+        with e.loop(num_blocks) as number:
+            block_at = e.address(x, e.mul(number, ir.Constant(I64, 4 * VALUES)))
+            step(e, block_at, e.address(records, e.mul(number, stride)))
+    e.builder.ret_void()
+    return function
+
+
+def _put_scale(e: Emitter, x: Value, record: Value) -> None:
+    """The scale of a block, and behind it for now the factor of its rounding."""
+    b, zero, most = e.builder, ir.Constant(F32, 0.0), ir.Constant(F32, _LARGEST_FINITE)
+    largest = _largest(e, x)
+    factor = b.fdiv(ir.Constant(F32, -127.0), largest)
+    scale = b.fdiv(ir.Constant(F32, 1.0), factor)
+    has_factor, is_finite = (
+        b.fcmp_ordered("<=", e.call("llvm.fabs.f32", F32, [value]), most) for value in (factor, largest)
+    )
+    scale = b.select(is_finite, b.select(has_factor, scale, zero), ir.Constant(F32, float("nan")))
+    factor = b.select(b.and_(has_factor, is_finite), factor, zero)
+    for value, at in ((scale, K_SCALE), (factor, _FACTOR)):
+        b.store(value, b.inttoptr(e.address(record, at), F32.as_pointer()), align=4)
+
+
+def _put_values(e: Emitter, x: Value, record: Value) -> None:
+    """The values and their sums. Where the factor is 0, the values that are not 0 are those of a scale NaN."""
+    b, factor, sums = e.builder, e.broadcast(e.f32, record, _FACTOR), []
+    for start in range(0, VALUES, 4 * e.lanes):
+        parts = []
+        for at in range(start, start + 4 * e.lanes, e.lanes):
+            shifted = b.fadd(e.fmul(e.load(e.f32, x, 4 * at), factor), e.splat(_TO_INTEGER, e.f32))
+            parts.append(b.trunc(e.cast(shifted, e.i32), ir.VectorType(I8, e.lanes)))
+        values = e.cast(_joined(e, _joined(e, *parts[:2]), _joined(e, *parts[2:])), e.i32)
+        e.store(values, record, start)
+        sums.append(e.scaled(e.zero(e.i32), e.dot(None, e.splat(0x01010101, e.i32), values)))  # of 4 each
+    for _ in range(2):  # of 8, of 16
+        sums = [
+            _joined(e, *map(partial(_add_neighbours, e), sums[i : i + 2])) for i in range(0, len(sums), 2)
+        ]
+    for number, sums_16 in enumerate(sums):
+        e.store(e.mul(sums_16, e.splat(-32, e.i32)), record, K_STARTS + 4 * e.lanes * number)
+        sums_32 = b.trunc(_add_neighbours(e, sums_16), ir.VectorType(I16, e.lanes // 2))
+        e.store(sums_32, record, K_SUMS_32 + e.lanes * number)
+
+
+def _largest(e: Emitter, x: Value) -> Value:
+    """The first value of largest magnitude; NaN counts as larger than infinity. See `plain.find_largest`."""
+    b = e.builder
+    sign, zero = e.splat(_SIGN, e.i32), e.zero(e.i32)
+    tops = [[zero, zero], [zero, zero]]  # of the positive and of the negative values, each in two chains
+    for number, at in enumerate(range(0, VALUES, e.lanes)):
+        bits = e.load(e.i32, x, 4 * at)
+        for top, value in zip(tops, (bits, b.xor(bits, sign)), strict=True):
+            chain = number % 2
+            top[chain] = b.select(b.icmp_signed(">", value, top[chain]), value, top[chain])
+    positive, negative = (
+        e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.select(b.icmp_signed(">", p, q), p, q)])
+        for p, q in tops
+    )
+    negated = b.xor(negative, ir.Constant(I32, _SIGN - 2**32))
+    result = e.variable(b.select(b.icmp_signed(">", positive, negative), positive, negated))
+    with (
+        b.if_then(b.icmp_signed("==", positive, negative)),
+        e.loop(VALUES) as number,
+    ):  # backwards: the first stays
+        place = e.address(x, e.mul(b.sub(ir.Constant(I64, VALUES - 1), number), ir.Constant(I64, 4)))
+        bits = e.load(I32, place)
+        magnitude = b.and_(bits, ir.Constant(I32, _SIGN - 1))
+        result.set(b.select(b.icmp_signed("==", magnitude, positive), bits, result.get()))
+    return b.bitcast(result.get(), F32)
+
+
+def _joined(e: Emitter, low: Value, high: Value) -> Value:
+    """Both, one behind the other."""
+    return _shuffled(e, low, high, range(2 * low.type.count))
+
+
+def _add_neighbours(e: Emitter, a: Value) -> Value:
+    """[a0 + a1, a2 + a3, ..]: half as many lanes."""
+    return e.add(*(_shuffled(e, a, a, range(first, a.type.count, 2)) for first in (0, 1)))
+
+
+def _shuffled(e: Emitter, a: Value, b: Value, lanes: range) -> Value:
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, lane) for lane in lanes])
+    return e.builder.shuffle_vector(a, b, mask)
+
+
+@intrinsic
+def round_q8_k(typing_context, x, num_blocks, records, stride):  # type: ignore[no-untyped-def]
+    """`emit_round_q8_k`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        call_emitted(builder, "cllm_round_q8_k", partial(emit_round_q8_k, isa=host_isa()), values)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), generate
