@@ -25,8 +25,9 @@ from cllm.kylin.quants import (
     quantize_activations,
     round_activations,
 )
+from cllm.kylin.tile_loops import TileSizes, emit_tiles, tile_sizes
 from cllm.kylin.tile_types import TILE_TYPES
-from cllm.kylin.tiles import BLOCK_TOKENS, RECORD_BYTES, WORD, TileSizes, emit_tiles, tile_sizes
+from cllm.kylin.tiles import BLOCK_TOKENS, RECORD_BYTES, WORD
 
 Q = GGMLQuantizationType
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", sorted(TILE_TYPES), ids=lambda t: t.name)
@@ -152,6 +153,41 @@ def test_same_bits_in_every_tile_on_every_instruction_set(ggml_type: Q) -> None:
                 with guarded(np.zeros_like(whole)) as out:
                     run_tile(isa, matrix, acts, groups, out, num_tokens)
                     assert out.tobytes() == whole.tobytes(), (isa, num_tokens)
+
+
+@pytest.mark.parametrize("ggml_type", [Q.Q4_K, Q.Q6_K, Q.Q5_K], ids=lambda t: t.name)
+def test_sums_that_do_not_fit_16_bits(ggml_type: Q) -> None:
+    """Largest weights times activations whose magnitudes add up to just below and above what fits, and to the most."""
+    columns, num_groups = 512, 2
+    data, _ = random_matrix(ggml_type, 16 * num_groups, columns)
+    quants = {Q.Q4_K: slice(16, 144), Q.Q5_K: slice(16, 176), Q.Q6_K: slice(0, 192)}[ggml_type]
+    blocks = data.reshape(len(data), 2, -1)
+    blocks[:16, :, quants], blocks[16:, 1, quants] = 0xFF, 0
+    matrix = packed(data, ggml_type, columns)
+    x = np.zeros((MAX_TILE, columns), np.float32)
+    for token, total in enumerate((1023, 1024, 2032, 1023, 300, 1023, 0, 1023)):
+        whole, rest = divmod(total, 127)
+        x[token].reshape(-1, 16)[:, :whole] = 127
+        x[token].reshape(-1, 16)[:, whole:][:, :1] = rest
+        x[token, 256 * (token % 2) :] *= -1
+    x[3].reshape(-1, 32)[:, 16:] *= -1  # the two dot products of a pair with other signs
+    acts = rounding.round_rows(x, matrix.rounding)
+    is_wide = acts[0, :, :, 340:344].copy().view(np.int32)[..., 0].T
+    np.testing.assert_array_equal(is_wide, np.isin(np.arange(MAX_TILE), (1, 2))[:, None] * [1, 1])
+    exact = round_activations(x, matrix.rounding).astype(np.float64) @ dequantize(data, ggml_type).T.astype(
+        float
+    )
+    results = []
+    for tokens in (slice(0, 8), [3, 4, 5, 6, 7, 0, 3, 5]):  # with the wide ones and without
+        some = rounding.round_rows(x[tokens], matrix.rounding)
+        for isa in RUNS_HERE:
+            for num_tokens in (tile_sizes(isa)[0], 1):
+                out = np.zeros((8, 16 * num_groups), np.float32)
+                run_tile(isa, matrix, some, matrix.data, out, num_tokens)
+                results.append(out[[3, 4, 5, 6, 7, 0]] if tokens == slice(0, 8) else out[:6])
+                if tokens == slice(0, 8):
+                    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-4 * np.abs(exact).max())
+    assert len({result.tobytes() for result in results}) == 1
 
 
 @pytest.mark.parametrize("isa", RUNS_HERE)

@@ -38,6 +38,8 @@ LEVELS = [
         "kylin/attention.py",
         "kylin/tiles.py",
         "kylin/tile_types.py",
+        "kylin/tile_loops.py",
+        "kylin/rounding_simd.py",
         "kylin/rounding.py",
         "kylin/matmul.py",
         "kylin/attention_simd.py",

@@ -22,11 +22,12 @@ from .jit import intrinsic, kernel, native_function
 from .quants import ACTIVATION_ROUNDING
 from .rounding import records_shape
 from .simd import I64, make_internal
+from .tile_loops import TileSizes, emit_groups
 from .tile_types import TILE_TYPES
-from .tiles import RECORD_BYTES, ROWS, WORD, TileSizes, emit_groups
+from .tiles import RECORD_BYTES, ROWS, WORD
 
 _ISA = host_isa()
-_NUM_ARGUMENTS = 11  # of `tiles.emit_groups`
+_NUM_ARGUMENTS = 11  # of `tile_loops.emit_groups`
 _ARGUMENTS = types.UniTuple(types.int64, _NUM_ARGUMENTS)  # type: ignore[no-untyped-call]
 
 
@@ -107,7 +108,7 @@ def multiply(
 
 @cache
 def compiled_kernel(ggml_type: GGMLQuantizationType) -> Any:
-    """The type's compiled kernel, with `address` and `ctypes`; its arguments are those of `tiles.emit_groups`."""
+    """The type's compiled kernel, with `address` and `ctypes`; its arguments are those of `tile_loops.emit_groups`."""
     return native_function(_groups_of(ggml_type.name), _NUM_ARGUMENTS)
 
 
@@ -142,7 +143,7 @@ def _unpacked(builder: Any, numbers: Any) -> list[Any]:
 
 @intrinsic
 def call_groups(typing_context, address, numbers):  # type: ignore[no-untyped-def]
-    """Calls the kernel at an address with `numbers`, the arguments of `tiles.emit_groups`."""
+    """Calls the kernel at an address with `numbers`, the arguments of `tile_loops.emit_groups`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.VoidType(), [I64] * _NUM_ARGUMENTS)

@@ -3,7 +3,7 @@ plain twin is `quants.py`, of the same bits."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from numba import types
 from .isa import host_isa
 from .jit import intrinsic
 from .simd import F32, I8, I16, I32, I64, Emitter, Value, call_emitted, make_internal, start_function
-from .tiles import K_SCALE, K_STARTS, K_SUMS_32
+from .tiles import K_IS_WIDE, K_SCALE, K_STARTS, K_SUMS_32, K_WIDE_SUM
 
 VALUES = 256  # of a block
-_FACTOR = K_SCALE + 4  # unused bytes of a record
+_FACTOR = K_IS_WIDE + 4  # unused bytes of a record
 _SIGN = 0x80000000
 _TO_INTEGER = float(
     1.5 * 2**23
@@ -60,23 +60,39 @@ def _put_scale(e: Emitter, x: Value, record: Value) -> None:
 
 def _put_values(e: Emitter, x: Value, record: Value) -> None:
     """The values and their sums. Where the factor is 0, the values that are not 0 are those of a scale NaN."""
-    b, factor, sums = e.builder, e.broadcast(e.f32, record, _FACTOR), []
+    b, factor = e.builder, e.broadcast(e.f32, record, _FACTOR)
+    words, ones = [], e.splat(0x01010101, e.i32)
     for start in range(0, VALUES, 4 * e.lanes):
         parts = []
         for at in range(start, start + 4 * e.lanes, e.lanes):
             shifted = b.fadd(e.fmul(e.load(e.f32, x, 4 * at), factor), e.splat(_TO_INTEGER, e.f32))
             parts.append(b.trunc(e.cast(shifted, e.i32), ir.VectorType(I8, e.lanes)))
-        values = e.cast(_joined(e, _joined(e, *parts[:2]), _joined(e, *parts[2:])), e.i32)
-        e.store(values, record, start)
-        sums.append(e.scaled(e.zero(e.i32), e.dot(None, e.splat(0x01010101, e.i32), values)))  # of 4 each
+        words.append(e.cast(_joined(e, _joined(e, *parts[:2]), _joined(e, *parts[2:])), e.i32))
+        e.store(words[-1], record, start)
+    for number, sums in enumerate(_sums_of_16(e, [e.dot(None, ones, v) for v in words])):
+        e.store(e.mul(sums, e.splat(-32, e.i32)), record, K_STARTS + 4 * e.lanes * number)
+        sums_32 = b.trunc(_add_neighbours(e, sums), ir.VectorType(I16, e.lanes // 2))
+        e.store(sums_32, record, K_SUMS_32 + e.lanes * number)
+    magnitudes = _sums_of_16(e, [e.dot(None, _magnitudes(e, v), ones) for v in words])
+    largest = reduce(lambda p, q: b.select(b.icmp_signed(">", p, q), p, q), magnitudes)
+    largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [largest])
+    is_wide = b.zext(b.icmp_signed(">=", largest, ir.Constant(I32, K_WIDE_SUM)), I32)
+    b.store(is_wide, b.inttoptr(e.address(record, K_IS_WIDE), I32.as_pointer()), align=4)
+
+
+def _magnitudes(e: Emitter, values: Value) -> Value:
+    is_poison = ir.Constant(ir.IntType(1), 0)  # what becomes of -128, which is not there
+    return e.cast(e.call(f"llvm.abs.v{4 * e.lanes}i8", e.i8, [e.cast(values, e.i8), is_poison]), e.i32)
+
+
+def _sums_of_16(e: Emitter, partial_sums: list[Value]) -> list[Value]:
+    """From `dot` of all words in order, each lane a sum of 4: the 16 sums, in order."""
+    sums = [e.scaled(e.zero(e.i32), v) for v in partial_sums]
     for _ in range(2):  # of 8, of 16
         sums = [
             _joined(e, *map(partial(_add_neighbours, e), sums[i : i + 2])) for i in range(0, len(sums), 2)
         ]
-    for number, sums_16 in enumerate(sums):
-        e.store(e.mul(sums_16, e.splat(-32, e.i32)), record, K_STARTS + 4 * e.lanes * number)
-        sums_32 = b.trunc(_add_neighbours(e, sums_16), ir.VectorType(I16, e.lanes // 2))
-        e.store(sums_32, record, K_SUMS_32 + e.lanes * number)
+    return sums
 
 
 def _largest(e: Emitter, x: Value) -> Value:

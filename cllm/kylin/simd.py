@@ -95,9 +95,8 @@ class Emitter:
     def splat(self, value: int | float | Value, kind: ir.VectorType) -> Value:
         """`value` in every element."""
         if isinstance(value, int | float):
-            if isinstance(value, int) and value >= 2**31:
-                value -= 2**32
-            return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+            number = value - 2**32 if isinstance(value, int) and value >= 2**31 else value
+            return ir.Constant(kind, [ir.Constant(kind.element, number)] * kind.count)
         b = self.builder
         single = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
         zeros = ir.Constant(ir.VectorType(I32, kind.count), [ir.Constant(I32, 0)] * kind.count)
@@ -130,7 +129,8 @@ class Emitter:
         return self.builder.and_(a, self.splat(mask, self.i32))
 
     def either(self, a: Value, b: Value) -> Value:
-        return self.builder.or_(a, b)
+        # LLVM would make one vpternlog of "and" and "or", which takes the pipes of Zen 4 that multiply.
+        return self.builder.add(self._pinned(a), b) if self.isa == "avx512vnni" else self.builder.or_(a, b)
 
     def left(self, a: Value, bits: int) -> Value:
         return self.builder.shl(a, self.splat(bits, self.i32)) if bits else a
@@ -241,7 +241,7 @@ class Emitter:
 
     def _pinned(self, value: Value) -> Value:
         """value, hidden from LLVM, which would turn a chain of additions into a tree that needs more registers."""
-        return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=x,0", [value], False)
+        return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], False)
 
     def _maddubs(self, unsigned: Value, signed: Value) -> Value:
         return self.call("llvm.x86.avx2.pmadd.ub.sw", self.i16, [unsigned, signed])

@@ -21,6 +21,7 @@ from .tiles import (
     PAIR_SCALES,
     PAIR_SUMS,
     WORD,
+    Dots,
     Factors,
     Grid,
     Tile,
@@ -79,19 +80,22 @@ def q4_k(tile: Tile) -> None:
     columns 64 p + 0..31 and the high nibbles columns 64 p + 32..63 |"""
     e = tile.e
     scales, mins = _scales_and_mins(tile)
-    factors = Factors(tile, [[e.scale_of_byte(v, j) for v in word] for word in scales for j in range(4)])
     total = tile.zeros()
-    with e.loop(4) as p:
-        base = e.address(tile.weights, e.mul(p, i64(8 * WORD)))
-        for half in (0, 1):
 
-            def nibbles(word: int, half: int = half, base: Value = base) -> Vectors:
+    def pairs_of(p: Value) -> list[tuple[Dots, Dots]]:
+        base = e.address(tile.weights, e.mul(p, i64(8 * WORD)))
+
+        def dots(half: int) -> Dots:
+            def nibbles(word: int) -> Vectors:
                 packed = tile.word(4 + word, base, first=half == 0)
                 return [e.both(e.right(v, 4 * half), 0x0F0F0F0F) for v in packed]
 
-            columns = e.add(e.mul(p, i64(64)), i64(32 * half))
-            factor = factors.at(e.mul(p, i64(2)), half)
-            tile.add_dots(total, _each(nibbles, 8), columns, largest=15, factor=factor)
+            return Dots(_each(nibbles, 8), e.add(e.mul(p, i64(64)), i64(32 * half)))
+
+        return [(dots(0), dots(1))]
+
+    in_order = [(word, j, j + 1) for word in scales for j in (0, 2)]
+    tile.add_scaled_dots(total, in_order, pairs_of, largest=15)
     _finish_with_mins(tile, mins, total)
 
 
@@ -104,17 +108,16 @@ def q6_k(tile: Tile) -> None:
     """
     e = tile.e
     scales = [tile.word(j) for j in range(4)]
-    factors = Factors(
-        tile, [[e.scale_of_byte(v, j, signed=True) for v in word] for word in scales for j in range(4)]
-    )
     total = tile.zeros()
-    with e.loop(2) as h, e.loop(2) as s:
-        base = e.address(tile.weights, e.mul(e.add(e.mul(h, i64(2)), s), i64(12 * WORD)))
-        columns = e.add(e.mul(h, i64(128)), e.mul(s, i64(16)))
-        number = e.add(e.mul(h, i64(8)), s)
-        for i in range(4):
 
-            def sixes(word: int, i: int = i, base: Value = base) -> Vectors:
+    def pairs_of(number: Value) -> list[tuple[Dots, Dots]]:
+        h, s = e.builder.lshr(number, i64(1)), e.builder.and_(number, i64(1))
+        base = e.address(tile.weights, e.mul(number, i64(12 * WORD)))
+        columns = e.add(e.mul(h, i64(128)), e.mul(s, i64(16)))
+        starts_at = e.add(e.mul(e.add(e.mul(h, i64(8)), s), i64(4)), i64(K_STARTS))
+
+        def dots(i: int) -> Dots:
+            def sixes(word: int) -> Vectors:
                 pairs = tile.word(5 + word, base, first=i == 0)
                 low = tile.word(9 + 4 * (i % 2) + word, base, first=i < 2)
                 return [
@@ -125,10 +128,13 @@ def q6_k(tile: Tile) -> None:
                     for v, w in zip(low, pairs, strict=True)
                 ]
 
-            factor = factors.at(number, 2 * i)
-            starts_at = e.add(e.mul(number, i64(4)), i64(K_STARTS + 8 * i))
-            columns_at = e.add(columns, i64(32 * i))
-            tile.add_dots(total, _each(sixes, 4), columns_at, largest=63, factor=factor, starts_at=starts_at)
+            return Dots(_each(sixes, 4), e.add(columns, i64(32 * i)), e.add(starts_at, i64(8 * i)))
+
+        return [(dots(0), dots(1)), (dots(2), dots(3))]
+
+    # Scale 8 h + 2 i + s is byte 2 i + s of two words.
+    in_order = [(scales[2 * h + i], s, s + 2) for h in (0, 1) for s in (0, 1) for i in (0, 1)]
+    tile.add_scaled_dots(total, in_order, pairs_of, largest=63, signed=True)
     tile.accumulate([e.half_to_float(v) for v in tile.word(4)], values_of(total), K_SCALE)
 
 

@@ -11,11 +11,11 @@ acc = fma(d * isum, da, acc), or with minimums acc = fma(fma(-dmin, msum, d * is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from .simd import I64, Emitter, Value, Variable, make_internal, start_function
+from .simd import I32, I64, Emitter, Value, Variable
 
 ROWS = 16  # of a group
 WORD = 4 * ROWS  # bytes of one word of a group's rows
@@ -24,10 +24,11 @@ BLOCK_TOKENS = 8  # of a block of activations: as many as the largest tile has
 # Rounded activations lie in blocks of 8 tokens, [blocks][records][8], and beside the weights' records: so all addresses
 # of a tile are one register plus a constant. A record of one token is one of
 #
-#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale | 12 unused
+#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale | is wide |
+#                         8 unused |; int32 "is wide": 1 where the magnitudes of one of those 16 values add up to > 1023
 #   q8_0, q8_1, 2 x 32    | int8[64]  | float32[2] scales | int32[2] sums of 32 values
 #   floats, 64 values     | float32[64]
-K_STARTS, K_SUMS_32, K_SCALE = 256, 320, 336
+K_STARTS, K_SUMS_32, K_SCALE, K_IS_WIDE, K_WIDE_SUM = 256, 320, 336, 340, 1024
 PAIR_SCALES, PAIR_SUMS = 64, 72
 RECORD_VALUES = {"q8_K": 256, "q8_0": 64, "q8_1": 64, "f16": 64, "bf16": 64, "none": 64}
 RECORD_BYTES = {"q8_K": 352, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "none": 256}
@@ -36,6 +37,15 @@ RECORD_BYTES = {"q8_K": 352, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "n
 # own prefetching of a stream is the better one then (docs/performance.md).
 PREFETCH, PREFETCH_TOKENS = 9216, 4
 Grid = list[list[Variable]]  # [token][vector of rows]
+
+
+class Dots(NamedTuple):
+    """A dot product for each row and token: of `words` with the activations from byte `acts_at`, begun with the int32
+    at byte `starts_at`."""
+
+    words: Sequence[Callable[[], list[Value]]]
+    acts_at: Value | int
+    starts_at: Value | None = None
 
 
 class Tile:
@@ -126,6 +136,79 @@ class Tile:
                 sums[r].set(e.add(sums[r].get(), e.mul(first, e.scale_as_int(factor[r]))))
         return nothing
 
+    def add_scaled_dots(
+        self,
+        total: Grid,
+        scales: Sequence[tuple[list[Value], int, int]],
+        pairs_of: Callable[[Value], Sequence[tuple[Dots, Dots]]],
+        *,
+        largest: int,
+        signed: bool = False,
+    ) -> None:
+        """total += each dot product of a record of q8_K times its scale.
+
+        `pairs_of` gives those of each quarter of the record. `scales`, in this order: for each pair a word, and
+        which of its bytes are the scales. Unless the record is wide, both dot products of a pair fit 16 bits: one
+        operation scales and adds them.
+        """
+        e, b = self.e, self.e.builder
+
+        def wide() -> None:
+            bytes_ = [(word, place) for word, *places in scales for place in places]
+            factors = Factors(self, [[e.scale_of_byte(v, j, signed=signed) for v in w] for w, j in bytes_])
+            with e.loop(4) as quarter:
+                singles = [dots for pair in pairs_of(quarter) for dots in pair]
+                for j, (words, acts_at, starts_at) in enumerate(singles):
+                    factor = factors.at(e.mul(quarter, i64(len(singles))), j)
+                    self.add_dots(total, words, acts_at, largest=largest, factor=factor, starts_at=starts_at)
+
+        def narrow() -> None:
+            halves = [[e.pair_of_bytes(v, low, high, signed=signed) for v in w] for w, low, high in scales]
+            factors = Factors(self, [[e.cast(v, e.i32) for v in half] for half in halves])
+            with e.loop(4) as quarter:
+                pairs = pairs_of(quarter)
+                for j, (low, high) in enumerate(pairs):
+                    self._add_pair(total, low, high, factors.at(e.mul(quarter, i64(len(pairs))), j))
+
+        # Elsewhere registers are too few, and small tiles wait for memory.
+        if e.isa != "avx512vnni" or self.num_tokens < PREFETCH_TOKENS:
+            wide()
+            return
+        is_wide = ir.Constant(I32, 0)
+        for x in self.acts:
+            is_wide = b.or_(is_wide, e.load(I32, x, K_IS_WIDE))
+        with b.if_else(b.icmp_signed("==", is_wide, ir.Constant(I32, 0))) as (then, otherwise):
+            with then:
+                narrow()
+            with otherwise:
+                wide()
+
+    def _add_pair(self, total: Grid, low: Dots, high: Dots, factors: list[Value]) -> None:
+        """total += two dot products of 16 bits times the two 16-bit halves of `factors`."""
+        e, sign = self.e, self.e.splat(0x8000, self.e.i32)
+        sums = self._dots(high, [[None] for _ in self.acts])
+        # The low one is added up below the high one. 2^15 more, it is not negative and borrows nothing from it.
+        sums = self._dots(low, [[e.add(e.left(v, 16), sign) for v in row] for row in sums])
+        for row, added in zip(total, sums, strict=True):
+            for variable, v, factor in zip(row, added, factors, strict=True):
+                variable.set(e.add(variable.get(), e.pair_dot(e.builder.xor(v, sign), factor)))
+
+    def _dots(self, dots: Dots, sums: Sequence[Sequence[Value | None]]) -> list[list[Value]]:
+        """[token][vector]: sums + dots."""
+        e = self.e
+        if dots.starts_at is not None:
+            starts = [e.broadcast(e.i32, e.address(x, dots.starts_at)) for x in self.acts]
+            sums = [
+                [first if v is None else e.add(v, first) for v in row]
+                for row, first in zip(sums, starts, strict=True)
+            ]
+        acts, result = [e.address(x, dots.acts_at) for x in self.acts], list[Any](sums)
+        for place, word in enumerate(dots.words):
+            weights = {place: word()}
+            for token, x in enumerate(acts):
+                result[token] = self._add_words(weights, x, result[token], e.dot)
+        return result
+
     def subtract_sums(self, total: Grid, offset: int, sums_at: int) -> None:
         """total -= offset * the int32 sum of activations at byte `sums_at`."""
         e = self.e
@@ -201,83 +284,5 @@ class Factors:
         return [e.load(e.scale_type, base, offset * WORD + r * self._bytes) for r in self._tile.vectors]
 
 
-class TileSizes(NamedTuple):
-    """Bytes of one record: of 16 rows of weights, and of one token's activations."""
-
-    weights: int
-    acts: int
-
-
 def i64(value: int) -> Value:
     return ir.Constant(I64, value)
-
-
-def tile_sizes(isa: str) -> tuple[int, ...]:
-    """Tokens of the tiles, largest first: as many as the registers hold accumulators for."""
-    return (8, 4, 2, 1) if isa == "avx512vnni" else (4, 2, 1)
-
-
-def emit_tiles(
-    module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes, num_tokens: int
-) -> Value:
-    """The function (weights, acts, out, out_stride, num_records, num_groups, bias, adds), all i64.
-
-    Writes out[token][row], float32, its stride in bytes: the rows of `num_groups` groups times `num_tokens` tokens of
-    a block, from the one at `acts` on, plus float32 bias[row] where that address is not 0. It is added to what is
-    there where `adds` is 1.
-    """
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), f"{name}_{num_tokens}")
-    make_internal(function)
-    weights, acts, out, out_stride, num_records, num_groups, bias, adds = function.args
-    e = Emitter(start_function(function), isa)
-    b = e.builder
-    group_bytes = e.mul(num_records, i64(sizes.weights))
-    with e.loop(num_groups) as group:
-        tile = Tile(e, num_tokens)
-        first = e.address(weights, e.mul(group, group_bytes))
-        with e.loop(num_records) as number:
-            tile.weights = e.address(first, e.mul(number, i64(sizes.weights)))
-            at = e.address(acts, e.mul(number, i64(sizes.acts * BLOCK_TOKENS)))
-            tile.acts = [e.address(at, sizes.acts * token) for token in range(num_tokens)]
-            record(tile)
-        rows_at = e.mul(group, i64(4 * ROWS))
-        outs = [e.address(e.address(out, rows_at), e.mul(out_stride, i64(t))) for t in range(num_tokens)]
-        with b.if_then(b.icmp_signed("!=", bias, i64(0))):
-            tile.add_to_rows([e.address(bias, rows_at)] * num_tokens)
-        with b.if_then(b.icmp_signed("!=", adds, i64(0))):
-            tile.add_to_rows(outs)
-        for base, row in zip(outs, tile.acc, strict=True):
-            for r, variable in enumerate(row):
-                e.store(variable.get(), base, 4 * e.lanes * r)
-    b.ret_void()
-    return function
-
-
-def emit_groups(
-    module: ir.Module, isa: str, name: str, record: Callable[[Tile], None], sizes: TileSizes
-) -> Value:
-    """The function (weights, acts, out, out_stride, num_records, first, last, begin, end, bias, adds), all i64.
-
-    The groups begin <= g < end of 16 rows times the tokens first <= t < last, in tiles as large as fit. `first` begins
-    a block; `out` and `bias` are of all tokens and groups.
-    """
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
-    weights, acts, out, out_stride, num_records, *rest = function.args
-    first, last, begin, end, bias, adds = rest
-    e = Emitter(start_function(function), isa)
-    b = e.builder
-    rows_at, num_groups = e.mul(begin, i64(4 * ROWS)), b.sub(end, begin)
-    weights = e.address(weights, e.mul(begin, e.mul(num_records, i64(sizes.weights))))
-    bias = b.select(b.icmp_signed("!=", bias, i64(0)), e.address(bias, rows_at), i64(0))
-    token, token_bytes = e.variable(first), e.mul(num_records, i64(sizes.acts))
-    for size in tile_sizes(isa):
-        tiles = emit_tiles(module, isa, name, record, sizes, size)
-        with e.loop(b.sdiv(b.sub(last, token.get()), i64(size))):
-            place = b.srem(token.get(), i64(BLOCK_TOKENS))
-            block_at = e.mul(b.sub(token.get(), place), token_bytes)
-            acts_at = e.address(acts, e.address(block_at, e.mul(place, i64(sizes.acts))))
-            out_at = e.address(out, e.address(rows_at, e.mul(token.get(), out_stride)))
-            b.call(tiles, [weights, acts_at, out_at, out_stride, num_records, num_groups, bias, adds])
-            token.set(e.add(token.get(), i64(size)))
-    b.ret_void()
-    return function
