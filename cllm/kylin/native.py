@@ -25,6 +25,13 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I64.as_pointer())
 
 
+def _call(builder: Any, name: str, result: Any, arguments: Any = ()) -> Any:
+    """Calls the LLVM intrinsic `name`."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
 @intrinsic
 def atomic_add(typing_context, address, value):  # type: ignore[no-untyped-def]
     """Adds to the int64 at an address; what it was before. Orders all memory accesses."""
@@ -62,9 +69,7 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         if "x86" in builder.module.triple or "i686" in builder.module.triple:
-            kind = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
+            _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -75,8 +80,7 @@ def cycles(typing_context):  # type: ignore[no-untyped-def]
     """The processor's cycle counter: it runs at a constant rate, which is not that of seconds."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind, name = ir.FunctionType(I64, []), "llvm.readcyclecounter"
-        return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
+        return _call(builder, "llvm.readcyclecounter", I64)
 
     return types.int64(), generate
 
@@ -96,9 +100,6 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
     """a * b + c of float32, rounded once."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind, name = ir.FunctionType(F32, [F32] * 3), "llvm.fma.f32"
-        return builder.call(
-            builder.module.globals.get(name) or ir.Function(builder.module, kind, name), values
-        )
+        return _call(builder, "llvm.fma.f32", F32, values)
 
     return types.float32(*(types.float32,) * 3), generate

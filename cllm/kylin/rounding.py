@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .jit import inlined, intrinsic, native_function
 from .native import carray, pointer
+from .ops import TO_NEAREST
 from .plain import find_largest, round_to_half
 from .plain_blocks import f16_to_f32
 from .rounding_simd import round_q8_k
@@ -28,7 +29,6 @@ from .tiles import (
 Array = np.ndarray[Any, Any]
 _F32, _I32, _U32 = np.float32, np.int32, np.uint32
 _LARGEST_FINITE = np.finfo(np.float32).max
-_ROUND = np.float32(1.5 * 2**23)  # (x + _ROUND) - _ROUND is x rounded to an integer, ties to even
 _EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
 _K_BYTES, _PAIR_BYTES, _FLOAT_BYTES = (RECORD_BYTES[rounding] for rounding in ("q8_K", "q8_0", "none"))
 
@@ -152,7 +152,7 @@ def _round_block(source: Array, inverse: Any, target: Array) -> None:
         target[:] = np.uint8(0)
         return
     for i in range(target.shape[0]):
-        target[i] = np.uint8(np.int8((source[i] * inverse + _ROUND) - _ROUND))
+        target[i] = np.uint8(np.int8((source[i] * inverse + TO_NEAREST) - TO_NEAREST))
 
 
 @inlined

@@ -12,15 +12,13 @@ from numba import types
 
 from .isa import host_isa
 from .jit import intrinsic
+from .ops import TO_NEAREST
 from .simd import F32, I8, I16, I32, I64, Emitter, Value, call_emitted, make_internal, start_function
-from .tiles import K_IS_WIDE, K_SCALE, K_STARTS, K_SUMS_32, K_WIDE_SUM
+from .tiles import K_IS_WIDE, K_SCALE, K_STARTS, K_SUMS_32, K_WIDE_SUM, i64
 
 VALUES = 256  # of a block
 _FACTOR = K_IS_WIDE + 4  # unused bytes of a record
 _SIGN = 0x80000000
-_TO_INTEGER = float(
-    1.5 * 2**23
-)  # added to |x| <= 127 it rounds, ties to even, and leaves int8 in the low byte
 _LARGEST_FINITE = float(np.finfo(np.float32).max)
 
 
@@ -37,7 +35,7 @@ def emit_round_q8_k(module: ir.Module, isa: str) -> Value:
     e = Emitter(start_function(function), isa)
     for step in (_put_scale, _put_values):
         with e.loop(num_blocks) as number:
-            block_at = e.address(x, e.mul(number, ir.Constant(I64, 4 * VALUES)))
+            block_at = e.address(x, e.mul(number, i64(4 * VALUES)))
             step(e, block_at, e.address(records, e.mul(number, stride)))
     e.builder.ret_void()
     return function
@@ -54,8 +52,8 @@ def _put_scale(e: Emitter, x: Value, record: Value) -> None:
     )
     scale = b.select(is_finite, b.select(has_factor, scale, zero), ir.Constant(F32, float("nan")))
     factor = b.select(b.and_(has_factor, is_finite), factor, zero)
-    for value, at in ((scale, K_SCALE), (factor, _FACTOR)):
-        b.store(value, b.inttoptr(e.address(record, at), F32.as_pointer()), align=4)
+    e.store(scale, record, K_SCALE)
+    e.store(factor, record, _FACTOR)
 
 
 def _put_values(e: Emitter, x: Value, record: Value) -> None:
@@ -65,7 +63,8 @@ def _put_values(e: Emitter, x: Value, record: Value) -> None:
     for start in range(0, VALUES, 4 * e.lanes):
         parts = []
         for at in range(start, start + 4 * e.lanes, e.lanes):
-            shifted = b.fadd(e.fmul(e.load(e.f32, x, 4 * at), factor), e.splat(_TO_INTEGER, e.f32))
+            # Rounds, and leaves the int8 in the low byte.
+            shifted = b.fadd(e.fmul(e.load(e.f32, x, 4 * at), factor), e.splat(float(TO_NEAREST), e.f32))
             parts.append(b.trunc(e.cast(shifted, e.i32), ir.VectorType(I8, e.lanes)))
         words.append(e.cast(_joined(e, _joined(e, *parts[:2]), _joined(e, *parts[2:])), e.i32))
         e.store(words[-1], record, start)
@@ -74,10 +73,8 @@ def _put_values(e: Emitter, x: Value, record: Value) -> None:
         sums_32 = b.trunc(_add_neighbours(e, sums), ir.VectorType(I16, e.lanes // 2))
         e.store(sums_32, record, K_SUMS_32 + e.lanes * number)
     magnitudes = _sums_of_16(e, [e.dot(None, _magnitudes(e, v), ones) for v in words])
-    largest = reduce(lambda p, q: b.select(b.icmp_signed(">", p, q), p, q), magnitudes)
-    largest = e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [largest])
-    is_wide = b.zext(b.icmp_signed(">=", largest, ir.Constant(I32, K_WIDE_SUM)), I32)
-    b.store(is_wide, b.inttoptr(e.address(record, K_IS_WIDE), I32.as_pointer()), align=4)
+    is_wide = b.icmp_signed(">=", _most(e, magnitudes), ir.Constant(I32, K_WIDE_SUM))
+    e.store(b.zext(is_wide, I32), record, K_IS_WIDE)
 
 
 def _magnitudes(e: Emitter, values: Value) -> Value:
@@ -89,37 +86,34 @@ def _sums_of_16(e: Emitter, partial_sums: list[Value]) -> list[Value]:
     """From `dot` of all words in order, each lane a sum of 4: the 16 sums, in order."""
     sums = [e.scaled(e.zero(e.i32), v) for v in partial_sums]
     for _ in range(2):  # of 8, of 16
-        sums = [
-            _joined(e, *map(partial(_add_neighbours, e), sums[i : i + 2])) for i in range(0, len(sums), 2)
-        ]
+        halves = [_add_neighbours(e, v) for v in sums]
+        sums = [_joined(e, *halves[i : i + 2]) for i in range(0, len(halves), 2)]
     return sums
 
 
 def _largest(e: Emitter, x: Value) -> Value:
     """The first value of largest magnitude; NaN counts as larger than infinity. See `plain.find_largest`."""
     b = e.builder
-    sign, zero = e.splat(_SIGN, e.i32), e.zero(e.i32)
-    tops = [[zero, zero], [zero, zero]]  # of the positive and of the negative values, each in two chains
-    for number, at in enumerate(range(0, VALUES, e.lanes)):
-        bits = e.load(e.i32, x, 4 * at)
-        for top, value in zip(tops, (bits, b.xor(bits, sign)), strict=True):
-            chain = number % 2
-            top[chain] = b.select(b.icmp_signed(">", value, top[chain]), value, top[chain])
+    vectors = [e.load(e.i32, x, 4 * at) for at in range(0, VALUES, e.lanes)]
+    flipped = [b.xor(v, e.splat(_SIGN, e.i32)) for v in vectors]
     positive, negative = (
-        e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [b.select(b.icmp_signed(">", p, q), p, q)])
-        for p, q in tops
-    )
+        _most(e, [e.zero(e.i32), *of]) for of in (vectors, flipped)
+    )  # 0 where there is none
     negated = b.xor(negative, ir.Constant(I32, _SIGN - 2**32))
     result = e.variable(b.select(b.icmp_signed(">", positive, negative), positive, negated))
-    with (
-        b.if_then(b.icmp_signed("==", positive, negative)),
-        e.loop(VALUES) as number,
-    ):  # backwards: the first stays
-        place = e.address(x, e.mul(b.sub(ir.Constant(I64, VALUES - 1), number), ir.Constant(I64, 4)))
-        bits = e.load(I32, place)
+    # Backwards, so that the first one stays.
+    with b.if_then(b.icmp_signed("==", positive, negative)), e.loop(VALUES) as number:
+        bits = e.load(I32, e.address(x, e.mul(b.sub(i64(VALUES - 1), number), i64(4))))
         magnitude = b.and_(bits, ir.Constant(I32, _SIGN - 1))
         result.set(b.select(b.icmp_signed("==", magnitude, positive), bits, result.get()))
     return b.bitcast(result.get(), F32)
+
+
+def _most(e: Emitter, vectors: list[Value]) -> Value:
+    """The largest int32 of all lanes."""
+    b = e.builder
+    top = reduce(lambda p, q: b.select(b.icmp_signed(">", p, q), p, q), vectors)
+    return e.call(f"llvm.vector.reduce.smax.v{e.lanes}i32", I32, [top])
 
 
 def _joined(e: Emitter, low: Value, high: Value) -> Value:

@@ -129,7 +129,7 @@ class Emitter:
         return self.builder.and_(a, self.splat(mask, self.i32))
 
     def either(self, a: Value, b: Value) -> Value:
-        # LLVM would make one vpternlog of "and" and "or", which takes the pipes of Zen 4 that multiply.
+        """a | b, where no bit is in both. LLVM's vpternlog for it takes the pipes of Zen 4 that multiply."""
         return self.builder.add(self._pinned(a), b) if self.isa == "avx512vnni" else self.builder.or_(a, b)
 
     def left(self, a: Value, bits: int) -> Value:
@@ -240,7 +240,7 @@ class Emitter:
         return self.add(low, self.mul(self.right_signed(a, 16), self.right_signed(b, 16)))
 
     def _pinned(self, value: Value) -> Value:
-        """value, hidden from LLVM, which would turn a chain of additions into a tree that needs more registers."""
+        """value, hidden from LLVM, which would order what is done with it anew: other instructions, more registers."""
         return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=v,0", [value], False)
 
     def _maddubs(self, unsigned: Value, signed: Value) -> Value:
@@ -279,7 +279,7 @@ class Emitter:
         magnitude = self.left(self.both(a, 0x7FFF), 13)
         # The exponent is 112 too small. A multiplication sets it right for subnormals as well.
         value = self.cast(self.fmul(self.cast(magnitude, self.f32), self.splat(2.0**112, self.f32)), self.i32)
-        special = self.either(magnitude, self.splat(0x7F800000, self.i32))
+        special = b.or_(magnitude, self.splat(0x7F800000, self.i32))
         is_special = b.icmp_unsigned(">=", magnitude, self.splat(0x7C00 << 13, self.i32))
         value = b.select(is_special, special, value)
         return self.cast(self.either(value, self.left(self.both(a, 0x8000), 16)), self.f32)

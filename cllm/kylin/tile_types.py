@@ -161,7 +161,8 @@ def q5_k(tile: Tile) -> None:
                     for v, w in zip(low, high, strict=True)
                 ]
 
-            tile.add_dots(total, _each(fives, 8), e.mul(group, i64(32)), largest=31, factor=factors.at(group))
+            dots = Dots(_each(fives, 8), e.mul(group, i64(32)))
+            tile.add_dots(total, dots, largest=31, factor=factors.at(group))
     _finish_with_mins(tile, mins, total)
 
 
@@ -175,7 +176,7 @@ def q8_0(tile: Tile) -> None:
     for block in (0, 1):
         total = tile.zeros()
         words = [partial(tile.word, 1 + 8 * block + word) for word in range(8)]
-        tile.add_dots(total, words, 32 * block, largest=128, signed=True)
+        tile.add_dots(total, Dots(words, 32 * block), largest=128, signed=True)
         if e.signed_offset:
             tile.subtract_sums(total, e.signed_offset, PAIR_SUMS + 4 * block)
         _accumulate_block(tile, head, block, total)
@@ -187,7 +188,7 @@ def q4_0(tile: Tile) -> None:
     head = tile.word(0)
     for block in (0, 1):
         total = tile.zeros()
-        tile.add_dots(total, _nibbles(tile, 1 + 4 * block), 32 * block, largest=15)
+        tile.add_dots(total, Dots(_nibbles(tile, 1 + 4 * block), 32 * block), largest=15)
         tile.subtract_sums(total, 8, PAIR_SUMS + 4 * block)
         _accumulate_block(tile, head, block, total)
 
@@ -196,7 +197,7 @@ def q4_1(tile: Tile) -> None:
     """2 x 5 words: | d, m f16 | 4 words of nibbles, as Q4_0 |. Plus m."""
     for block in (0, 1):
         total = tile.zeros()
-        tile.add_dots(total, _nibbles(tile, 5 * block + 1), 32 * block, largest=15)
+        tile.add_dots(total, Dots(_nibbles(tile, 5 * block + 1), 32 * block), largest=15)
         _accumulate_block_with_minimum(tile, tile.word(5 * block), block, total)
 
 
@@ -209,7 +210,7 @@ def q5_0(tile: Tile) -> None:
     for block in (0, 1):
         total = tile.zeros()
         words = _nibbles(tile, 5 * block + 2, fifth=tile.word(5 * block + 1))
-        tile.add_dots(total, words, 32 * block, largest=31)
+        tile.add_dots(total, Dots(words, 32 * block), largest=31)
         tile.subtract_sums(total, 16, PAIR_SUMS + 4 * block)
         _accumulate_block(tile, head, block, total)
 
@@ -219,7 +220,7 @@ def q5_1(tile: Tile) -> None:
     for block in (0, 1):
         total = tile.zeros()
         words = _nibbles(tile, 6 * block + 2, fifth=tile.word(6 * block + 1))
-        tile.add_dots(total, words, 32 * block, largest=31)
+        tile.add_dots(total, Dots(words, 32 * block), largest=31)
         _accumulate_block_with_minimum(tile, tile.word(6 * block), block, total)
 
 

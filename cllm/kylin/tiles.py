@@ -11,7 +11,7 @@ acc = fma(d * isum, da, acc), or with minimums acc = fma(fma(-dmin, msum, d * is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -24,11 +24,15 @@ BLOCK_TOKENS = 8  # of a block of activations: as many as the largest tile has
 # Rounded activations lie in blocks of 8 tokens, [blocks][records][8], and beside the weights' records: so all addresses
 # of a tile are one register plus a constant. A record of one token is one of
 #
-#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale | is wide |
-#                         8 unused |; int32 "is wide": 1 where the magnitudes of one of those 16 values add up to > 1023
+#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale |
+#                         | int32 is wide | 8 unused
 #   q8_0, q8_1, 2 x 32    | int8[64]  | float32[2] scales | int32[2] sums of 32 values
 #   floats, 64 values     | float32[64]
-K_STARTS, K_SUMS_32, K_SCALE, K_IS_WIDE, K_WIDE_SUM = 256, 320, 336, 340, 1024
+#
+# A record is wide (1, else 0) where the magnitudes of one of its sixteens add up to `K_WIDE_SUM` or more. With one that
+# is not, dot products of 32 values with Q4_K (15 * 2 * 1023) and of 16 with Q6_K (32 * 1023) fit 16 bits.
+K_STARTS, K_SUMS_32, K_SCALE, K_IS_WIDE = 256, 320, 336, 340
+K_WIDE_SUM = 1024
 PAIR_SCALES, PAIR_SUMS = 64, 72
 RECORD_VALUES = {"q8_K": 256, "q8_0": 64, "q8_1": 64, "f16": 64, "bf16": 64, "none": 64}
 RECORD_BYTES = {"q8_K": 352, "q8_0": 80, "q8_1": 80, "f16": 256, "bf16": 256, "none": 256}
@@ -73,23 +77,18 @@ class Tile:
     def add_dots(
         self,
         total: Grid,
-        words: Sequence[Callable[[], list[Value]]],
-        acts_at: Value | int,
+        dots: Dots,
         *,
         largest: int,
         factor: list[Value] | None = None,
         signed: bool = False,
-        starts_at: Value | None = None,
     ) -> None:
-        """total += factor * dot of `words`, of magnitude up to `largest`, with activations from byte `acts_at`.
-
-        `starts_at`: the byte of an int32 with which each dot product begins.
-        """
-        e = self.e
+        """total += factor * dots, of words of magnitude up to `largest`."""
+        e, words = self.e, dots.words
         span = e.dot_span(largest)
-        acts = [e.address(x, acts_at) for x in self.acts]
+        acts = [e.address(x, dots.acts_at) for x in self.acts]
         dot = e.dot_signed if signed else e.dot
-        partial = self._begin_dots(total, starts_at, factor)
+        partial = self._begin_dots(total, dots.starts_at, factor)
         for start in range(0, len(words), span):
             places = range(start, min(start + span, len(words)))
             if len(places) <= 2:  # few enough to hold the weights in registers, and one token's sum at a time
@@ -98,13 +97,23 @@ class Tile:
                     parts = self._add_words(weights, acts[token], partial[token], dot)
                     self._add_scaled(total[token], parts, factor)
             else:
-                for place in places:
-                    weights = {place: words[place]()}
-                    for token in range(self.num_tokens):
-                        partial[token] = self._add_words(weights, acts[token], partial[token], dot)
-                for sums, parts in zip(total, partial, strict=True):
+                for sums, parts in zip(total, self._add_each(words, places, acts, partial, dot), strict=True):
                     self._add_scaled(sums, parts, factor)
             partial = self._begin_dots(total)
+
+    def _add_each(
+        self,
+        words: Sequence[Callable[[], list[Value]]],
+        places: range,
+        acts: Sequence[Value],
+        partial: list[list[Value]],
+        dot: Callable[..., Value],
+    ) -> list[list[Value]]:
+        """partial + dots of the words at these places, one word after the other with all tokens."""
+        for place in places:
+            weights = {place: words[place]()}
+            partial = [self._add_words(weights, x, row, dot) for x, row in zip(acts, partial, strict=True)]
+        return partial
 
     def _add_words(
         self, weights: dict[int, list[Value]], acts: Value, partial: list[Value], dot: Callable[..., Value]
@@ -158,9 +167,9 @@ class Tile:
             factors = Factors(self, [[e.scale_of_byte(v, j, signed=signed) for v in w] for w, j in bytes_])
             with e.loop(4) as quarter:
                 singles = [dots for pair in pairs_of(quarter) for dots in pair]
-                for j, (words, acts_at, starts_at) in enumerate(singles):
+                for j, dots in enumerate(singles):
                     factor = factors.at(e.mul(quarter, i64(len(singles))), j)
-                    self.add_dots(total, words, acts_at, largest=largest, factor=factor, starts_at=starts_at)
+                    self.add_dots(total, dots, largest=largest, factor=factor)
 
         def narrow() -> None:
             halves = [[e.pair_of_bytes(v, low, high, signed=signed) for v in w] for w, low, high in scales]
@@ -186,28 +195,22 @@ class Tile:
     def _add_pair(self, total: Grid, low: Dots, high: Dots, factors: list[Value]) -> None:
         """total += two dot products of 16 bits times the two 16-bit halves of `factors`."""
         e, sign = self.e, self.e.splat(0x8000, self.e.i32)
-        sums = self._dots(high, [[None] for _ in self.acts])
+        sums = self._dots(high, self._begin_dots(total, high.starts_at))
         # The low one is added up below the high one. 2^15 more, it is not negative and borrows nothing from it.
-        sums = self._dots(low, [[e.add(e.left(v, 16), sign) for v in row] for row in sums])
-        for row, added in zip(total, sums, strict=True):
+        sums = [[e.add(e.left(v, 16), sign) for v in row] for row in sums]
+        if low.starts_at is not None:
+            starts = self._begin_dots(total, low.starts_at)
+            sums = [
+                [e.add(*pair) for pair in zip(*rows, strict=True)] for rows in zip(sums, starts, strict=True)
+            ]
+        for row, added in zip(total, self._dots(low, sums), strict=True):
             for variable, v, factor in zip(row, added, factors, strict=True):
                 variable.set(e.add(variable.get(), e.pair_dot(e.builder.xor(v, sign), factor)))
 
-    def _dots(self, dots: Dots, sums: Sequence[Sequence[Value | None]]) -> list[list[Value]]:
-        """[token][vector]: sums + dots."""
-        e = self.e
-        if dots.starts_at is not None:
-            starts = [e.broadcast(e.i32, e.address(x, dots.starts_at)) for x in self.acts]
-            sums = [
-                [first if v is None else e.add(v, first) for v in row]
-                for row, first in zip(sums, starts, strict=True)
-            ]
-        acts, result = [e.address(x, dots.acts_at) for x in self.acts], list[Any](sums)
-        for place, word in enumerate(dots.words):
-            weights = {place: word()}
-            for token, x in enumerate(acts):
-                result[token] = self._add_words(weights, x, result[token], e.dot)
-        return result
+    def _dots(self, dots: Dots, partial: list[list[Value]]) -> list[list[Value]]:
+        """[token][vector]: partial + dots, of unsigned words that one sum may take."""
+        acts = [self.e.address(x, dots.acts_at) for x in self.acts]
+        return self._add_each(dots.words, range(len(dots.words)), acts, partial, self.e.dot)
 
     def subtract_sums(self, total: Grid, offset: int, sums_at: int) -> None:
         """total -= offset * the int32 sum of activations at byte `sums_at`."""
