@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numba.extending
 from numba import cfunc, config, njit, types
 
 from .isa import host_isa
+from .simd import call_emitted
 
 intrinsic: Any = (
     numba.extending.intrinsic
@@ -59,6 +60,17 @@ def _cached(compile_: Callable[[], Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """Makes a helper a part of each kernel that calls it. It is never compiled by itself, which would take time."""
     return njit(nogil=True, error_model="numpy", inline="always")(function)
+
+
+def emitted(name: str, emit: Callable[..., Any], num_arguments: int) -> Any:
+    """What an intrinsic of so many int64 gives numba: its signature, and a call of the function `name` that
+    `emit(module, isa)` puts into the module."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        call_emitted(builder, name, partial(emit, isa=host_isa()), values)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * num_arguments), generate
 
 
 @cache

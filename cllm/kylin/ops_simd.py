@@ -6,19 +6,14 @@ does not keep in registers, and the rounding of keys and values to float16. Thei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from . import ops
-from .isa import host_isa
-from .jit import intrinsic
+from .jit import emitted, intrinsic
 from .ops import LANES
-from .simd import F32, I64, Emitter, Value, Variable, call_emitted, make_internal, start_function
-
-_ISA = host_isa()
+from .simd import F32, I64, Emitter, Value, Variable, make_internal, start_function
 
 
 def emit_rms_norm(module: ir.Module, isa: str) -> Value:
@@ -123,29 +118,19 @@ def emit_to_halves(module: ir.Module, isa: str) -> Value:
     return function
 
 
-def _call(name: str, emit: Callable[..., Value], num_arguments: int = 3) -> Any:
-    """What an intrinsic of so many i64 gives numba: its signature, and how to call the function `name` of `emit`."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        call_emitted(builder, name, partial(emit, isa=_ISA), values)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * num_arguments), generate
-
-
 @intrinsic
 def norm_row(typing_context, x, weight, eps, out, width):  # type: ignore[no-untyped-def]
     """`emit_rms_norm`."""
-    return _call("cllm_rms_norm", emit_rms_norm, 5)
+    return emitted("cllm_rms_norm", emit_rms_norm, 5)
 
 
 @intrinsic
 def exponentials(typing_context, scores, count, out):  # type: ignore[no-untyped-def]
     """`emit_exponentials`."""
-    return _call("cllm_exponentials", emit_exponentials)
+    return emitted("cllm_exponentials", emit_exponentials, 3)
 
 
 @intrinsic
 def to_halves(typing_context, x, count, out):  # type: ignore[no-untyped-def]
     """`emit_to_halves`."""
-    return _call("cllm_to_halves", emit_to_halves)
+    return emitted("cllm_to_halves", emit_to_halves, 3)

@@ -14,22 +14,11 @@ from numpy.typing import NDArray
 
 from .jit import inlined, intrinsic, native_function
 from .native import carray, pointer
-from .ops import TO_NEAREST
-from .plain import find_largest, round_to_half
 from .plain_blocks import f16_to_f32
-from .rounding_simd import round_q8_k
-from .tiles import (
-    BLOCK_TOKENS,
-    PAIR_SCALES,
-    PAIR_SUMS,
-    RECORD_BYTES,
-    RECORD_VALUES,
-)
+from .rounding_simd import round_q8_0, round_q8_k
+from .tiles import BLOCK_TOKENS, RECORD_BYTES, RECORD_VALUES
 
-Array = np.ndarray[Any, Any]
-_F32, _I32, _U32 = np.float32, np.int32, np.uint32
-_LARGEST_FINITE = np.finfo(np.float32).max
-_EVEN_BYTES = np.uint64(0x00FF00FF00FF00FF)
+_F32, _U32 = np.float32, np.uint32
 _K_BYTES, _PAIR_BYTES, _FLOAT_BYTES = (RECORD_BYTES[rounding] for rounding in ("q8_K", "q8_0", "none"))
 
 # Numbers of the roundings in compiled code. q8_0 and q8_1 differ in ggml only: here both keep the sums.
@@ -81,29 +70,10 @@ def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def
 
 
 def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    x, num_blocks = carray(pointer(x_at), (end, width), np.float32), width // 32
-    num_records = (num_blocks + 1) // 2
+    num_blocks = width // 32
     for t in range(begin, end):
-        for b in range(2 * num_records):
-            at = _record_at(out_at, num_records, t, b // 2, _PAIR_BYTES)
-            words = carray(pointer(at + 32 * (b % 2)), 4, np.uint64)
-            scales = carray(pointer(at + PAIR_SCALES), 2, np.float32)
-            sums = carray(pointer(at + PAIR_SUMS), 2, np.int32)
-            if b == num_blocks:  # half a record stays empty
-                words[:], scales[1], sums[1] = np.uint64(0), _F32(0), _I32(0)
-                continue
-            amax = abs(find_largest(x, t, 32 * b, 32 * b + 32))
-            inverse = _F32(127) / amax
-            scale = _F32(np.nan)
-            if amax <= _LARGEST_FINITE:
-                scale = round_to_half(amax / _F32(127))
-            if not (inverse <= _LARGEST_FINITE and scale <= _LARGEST_FINITE):
-                inverse = _F32(0)
-            scales[b % 2] = scale
-            _round_block(
-                x[t, 32 * b : 32 * b + 32], inverse, carray(pointer(at + 32 * (b % 2)), 32, np.uint8)
-            )
-            sums[b % 2] = _sum(words, 0) + _sum(words, 2)
+        record_at = _record_at(out_at, (num_blocks + 1) // 2, t, 0, _PAIR_BYTES)
+        round_q8_0(x_at + 4 * width * t, num_blocks, record_at, BLOCK_TOKENS * _PAIR_BYTES)
 
 
 def _round_to_f16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
@@ -143,27 +113,6 @@ def _as_it_is(x: Any) -> Any:
 def _record_at(out_at: Any, num_records: Any, t: Any, b: Any, num_bytes: int) -> Any:
     """The address of record `b` of token `t`."""
     return out_at + ((t // BLOCK_TOKENS * num_records + b) * BLOCK_TOKENS + t % BLOCK_TOKENS) * num_bytes
-
-
-@inlined
-def _round_block(source: Array, inverse: Any, target: Array) -> None:
-    """int8 rint(x * inverse) of each value. An inverse of 0 stands for a block without values."""
-    if inverse == _F32(0):
-        target[:] = np.uint8(0)
-        return
-    for i in range(target.shape[0]):
-        target[i] = np.uint8(np.int8((source[i] * inverse + TO_NEAREST) - TO_NEAREST))
-
-
-@inlined
-def _sum(words: Array, begin: int) -> Any:
-    """The sum of 16 int8, in the two uint64 from `begin` on that hold them: eight bytes at once."""
-    total = np.uint64(0)
-    for word in range(begin, begin + 2):
-        biased = np.uint64(words[word] ^ np.uint64(0x8080808080808080))  # value + 128, unsigned
-        total += (biased & _EVEN_BYTES) + ((biased >> np.uint64(8)) & _EVEN_BYTES)
-    # The product's top 16 bits are the sum of the four 16-bit parts.
-    return _I32(_I32((total * np.uint64(0x0001000100010001)) >> np.uint64(48)) - _I32(16 * 128))
 
 
 @inlined
