@@ -160,10 +160,10 @@ class Executor:
         return logits[sampled_rows]
 
     def apply_operations(self) -> None:
-        """Frees and copies slots as the scheduler decided."""
+        """Cuts and copies slots as the scheduler decided."""
         for slot, source, length in self.scheduler.take_operations():
             if source is None:
-                self.backend.free(slot)
+                self.backend.truncate(slot, length)
             else:
                 self.backend.copy_prefix(source, slot, length)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 Key = tuple[int, ...]
+_NEW = -1  # stands for a slot until that is free
 
 
 class Match(NamedTuple):
@@ -142,6 +143,14 @@ class KVTree:
         """An idle slot becomes busy again, with all that it holds."""
         del self._idle[slot]
         self._add_busy(self._leaves[slot], 1)
+
+    def cut(self, match: Match) -> None:
+        """The idle slot of `match` becomes busy with the matched beginning alone."""
+        slot = match.slot
+        self.open(_NEW, match)
+        self.remove(slot)
+        leaf = self._leaves[slot] = self._leaves.pop(_NEW)
+        leaf.slot = slot
 
     def touch(self, slot: int) -> None:
         """Counts an idle slot as just used."""

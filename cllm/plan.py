@@ -21,7 +21,8 @@ class Chunk(NamedTuple):
 
 
 class SlotOperation(NamedTuple):
-    """What a backend is to do with a slot: free it, or begin it as the first `length` tokens of `source`."""
+    """What a backend is to do with a slot: drop all but its first `length` tokens, or, with a `source`, begin it as the
+    first `length` tokens of that one."""
 
     slot: int
     source: int | None = None
@@ -40,8 +41,12 @@ class Plan:
     scores: bool
 
 
-def make_plan(chunks: list[Chunk]) -> Plan:
-    """The plan of these chunks, in this order."""
+def make_plan(chunks: list[Chunk], *, has_prompts: bool) -> Plan:
+    """The plan of these chunks, by ascending slot: only such neighbours llama.cpp computes together where each sequence
+    has a cache of its own. Without prompts each chunk is a running stream."""
+    chunks.sort(key=_slot)
+    if not has_prompts:
+        return Plan(chunks, [chunk.sequence for chunk in chunks], [], False)
     sampled: list[Sequence] = []
     unsampled: list[Sequence] = []
     for sequence, num_tokens, _ in chunks:
@@ -88,3 +93,8 @@ def _chunk(sequence: Sequence, tokens: int, rows: int) -> Chunk:
         first_row = end - 1 if sequence.max_tokens else end
     num_tokens = min(end - start, tokens, first_row + rows - start)
     return Chunk(sequence, num_tokens, max(start + num_tokens - first_row, 0))
+
+
+def _slot(chunk: Chunk) -> int:
+    assert chunk.sequence.slot is not None  # it is planned
+    return chunk.sequence.slot

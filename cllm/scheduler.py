@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from .errors import CLLMError
 from .kv_tree import KVTree, Match
@@ -49,7 +50,7 @@ class Scheduler:
         self._max_logit_rows = max_logit_rows
         self._max_idle_tokens = max_idle_tokens
         self._num_slots = num_slots
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = list(range(num_slots))  # a heap
         self._operations: list[SlotOperation] = []
         self._suspects: list[Sequence] = []
 
@@ -244,13 +245,17 @@ class Scheduler:
         if match is not None and match.is_whole:
             slot = match.slot
             self.tree.take_over(slot)
-        else:
-            if match is not None:
-                self.tree.touch(match.slot)
-            slot = self._new_slot(match)
+        elif self._free_slots or self._evict(None if match is None else match.slot):
+            slot = heappop(self._free_slots)
             self.tree.open(slot, match)
             if match is not None:
+                self.tree.touch(match.slot)
                 self._operations.append(SlotOperation(slot, match.slot, match.length))
+        else:  # the only idle slot is the one that holds the beginning
+            assert match is not None
+            slot = match.slot
+            self.tree.cut(match)
+            self._operations.append(SlotOperation(slot, None, match.length))
         sequence.slot = slot
         sequence.num_computed = 0 if match is None else match.length
         request = sequence.request
@@ -260,12 +265,6 @@ class Scheduler:
             self.counts.num_prompt_tokens += sequence.num_prompt
             self.counts.num_cached_tokens += sequence.num_computed
         insort(self.running, sequence, key=_urgency)
-
-    def _new_slot(self, match: Match | None) -> int:
-        """A free slot, or the longest unused idle one but that of `match`."""
-        if not self._free_slots:
-            self._evict(None if match is None else match.slot)
-        return self._free_slots.pop()
 
     # --- memory ---
 
@@ -283,7 +282,7 @@ class Scheduler:
         if slot is None:
             return False
         self.counts.num_evictions += 1
-        self._free_slots.append(slot)
+        heappush(self._free_slots, slot)
         self._operations.append(SlotOperation(slot))
         return True
 
@@ -304,7 +303,7 @@ class Scheduler:
 
     def _drop_slot(self, slot: int) -> None:
         self.tree.remove(slot)
-        self._free_slots.append(slot)
+        heappush(self._free_slots, slot)
         self._operations.append(SlotOperation(slot))
 
     def _plan(self) -> Plan:
@@ -320,13 +319,11 @@ class Scheduler:
                 prompts.append(sequence)
             elif self.tree.reserve(sequence.slot, 1) or self._reserve_or_preempt(sequence):
                 chunks.append(Chunk(sequence, 1, 1))
-        if not prompts:
-            return Plan(chunks, [chunk.sequence for chunk in chunks], [], False)
-        prompts = [sequence for sequence in prompts if sequence.slot is not None]
-        shared = prompt_chunks(prompts, tokens - len(chunks), rows - len(chunks))
-        return make_plan(
-            chunks + [chunk for chunk in shared if self._reserve(chunk.sequence, chunk.num_tokens)]
-        )
+        if prompts:
+            prompts = [sequence for sequence in prompts if sequence.slot is not None]
+            shared = prompt_chunks(prompts, tokens - len(chunks), rows - len(chunks))
+            chunks += [chunk for chunk in shared if self._reserve(chunk.sequence, chunk.num_tokens)]
+        return make_plan(chunks, has_prompts=bool(prompts))
 
     def _reserve_or_preempt(self, sequence: Sequence) -> bool:
         """One token more for a stream; the least urgent give way for it, itself in the end (then False)."""

@@ -25,6 +25,7 @@ from cllm.backends import llama, load_backend
 from cllm.backends.base import Backend
 from cllm.backends.llama import LlamaBackend
 from cllm.backends.llama_anchor import STEPS
+from cllm.backends.llama_cells import SHORTEST_COPY, Cells
 from cllm.backends.llama_library import free_gpu_memory, load_library
 from cllm.backends.llama_tokenizer import LlamaTokenizer
 from cllm.config import KV_CACHE_DTYPES
@@ -41,7 +42,7 @@ TinyModel = Callable[..., Path]
 
 @pytest.fixture
 def backend(tiny_model: TinyModel) -> Iterator[LlamaBackend]:
-    backend = load(tiny_model("qwen3", "q4_k_m"), "llama")
+    backend = load(tiny_model("qwen3", "q4_k_m"), "llama", kv_cache_tokens=512)
     assert isinstance(backend, LlamaBackend)
     yield backend
     backend.close()
@@ -208,7 +209,7 @@ class FakeCodes:
 @pytest.mark.parametrize(
     ("codes", "nothing_changed", "message"),
     [
-        ([1], True, "KV cache full: no room for 40 more tokens in 1024"),
+        ([1], True, "KV cache full: no room for 40 more tokens in 512"),
         ([-1], True, "llama.cpp refused the batch: llama.cpp gave no reason"),
         ([2], False, r"failed in a step \(code 2\)"),
         ([-3], False, r"failed in a step \(code -3\)"),
@@ -255,6 +256,66 @@ def test_sequences_that_would_end_the_process_are_refused(backend: Backend, slot
     assert run(backend, (0, 5, IDS[:1])).shape == (1, 259)
 
 
+# --- The KV cache ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "own", "num_slots"), [
+    ({}, 256, 4),
+    ({"context_length": 300}, 512, 4),
+    ({"kv_cache_tokens": 1023}, 256, 4),
+    ({"kv_cache_tokens": 6 * 256}, 256, 6),
+    ({"kv_cache_tokens": 1 << 16}, 256, 16),
+    ({"kv_cache_tokens": 1 << 16, "enable_prefix_caching": False}, 256, 4),
+    ({"kv_cache_tokens": 768}, None, 16),
+    ({"max_num_seqs": 1}, None, 4),
+])  # fmt: skip
+def test_each_slot_has_cells_of_its_own_where_there_are_enough(
+    tiny_model: TinyModel, settings: Any, own: int | None, num_slots: int
+) -> None:
+    backend = load(tiny_model(), "llama", **settings)
+    info = backend.info
+    assert info.num_slots == num_slots
+    assert info.kv_capacity % info.kv_block == 0
+    if own is None:
+        assert info.kv_block == 1
+        assert "unified KV cache" in info.description
+    else:
+        assert (info.kv_capacity, info.kv_block) == (own * num_slots, 16)
+        assert f"KV cache of {num_slots} x {own} tokens" in info.description
+        everything = [(slot, 0, IDS[: info.context_length]) for slot in range(num_slots)]
+        for chunk in everything:
+            run(backend, chunk)
+    backend.close()
+
+
+def test_cells_of_its_own_give_the_same_answers(tiny_model: TinyModel) -> None:
+    """Prompts beside streams, slots that are no neighbours or in no order, beginnings copied and cut."""
+    path = tiny_model("qwen3", "f32")
+    found: list[list[np.ndarray]] = []
+    for cells in (768, 1024):  # unified, own
+        backend = load(path, "llama", kv_cache_tokens=cells, kv_cache_dtype="f32")
+        assert (backend.info.kv_block == 1) == (cells == 768)
+        rows = [run(backend, (2, 0, IDS[:40]), (0, 0, IDS[40:43]))]
+        rows.append(run(backend, (0, 3, IDS[:1]), (3, 0, IDS[:30]), (2, 40, IDS[1:2])))
+        backend.copy_prefix(2, 1, 32)
+        backend.truncate(2, 20)  # before the copy has been carried out
+        rows.append(run(backend, (1, 32, IDS[:5]), (2, 20, IDS[5:7]), (3, 30, IDS[7:8])))
+        backend.free(2)
+        backend.copy_prefix(1, 2, 16)
+        rows.append(run(backend, (2, 16, IDS[:3]), (1, 37, IDS[3:4])))
+        found.append(rows)
+        backend.close()
+    for unified, own in zip(*found, strict=True):
+        assert nmse(own, unified) < 1e-10
+
+
+@pytest.mark.parametrize("own", [256, 4096, 32768])
+def test_a_block_divides_the_cells_of_a_slot(own: int) -> None:
+    cells = Cells(4 * own, 4, own)
+    assert own % cells.block == 0
+    assert cells.block >= SHORTEST_COPY
+
+
 # --- Settings --------------------------------------------------------------------------------------------------
 
 
@@ -269,8 +330,9 @@ def test_every_kv_type_serves(tiny_model: TinyModel, dtype: str) -> None:
 
 @pytest.mark.parametrize(("settings", "context", "capacity", "tokens"), [
     ({"context_length": None}, 512, 2048, 512),
-    ({"context_length": 100}, 100, 512, 512),
+    ({"context_length": 100}, 100, 1024, 512),
     ({"kv_cache_tokens": 257}, 256, 512, 512),
+    ({"kv_cache_tokens": 1600}, 256, 1792, 512),
     ({"max_num_seqs": 256, "max_num_batched_tokens": 300}, 256, 65536, 300),
 ])  # fmt: skip
 def test_sizes(tiny_model: TinyModel, settings: Any, context: int, capacity: int, tokens: int) -> None:
@@ -289,7 +351,7 @@ def test_the_cache_takes_a_quarter_of_the_memory(
     monkeypatch.setattr("cllm.backends.llama.available_memory", lambda: 4 * 512 * 2048)
     backend = load(tiny_model(), "llama")
     assert backend.info.kv_capacity == 512
-    assert "KV cache of 512 tokens (1 MiB, f16)" in backend.info.description
+    assert "unified KV cache of 512 tokens (1 MiB, f16)" in backend.info.description
     backend.close()
 
 

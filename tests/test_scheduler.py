@@ -264,6 +264,37 @@ def test_slots_of_idle_prefixes_are_taken_when_there_are_no_others() -> None:
     assert scheduler.counts.num_evictions == 3
 
 
+def test_batches_go_by_slot_and_the_lowest_free_one_is_taken() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, num_slots=8, max_idle_tokens=0)
+    for max_tokens in (2, 9, 3, 9, 9):
+        scheduler.add(make_sequence(3, max_tokens))
+    seen = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        seen.append([chunk.sequence.slot for chunk in plan.chunks])
+        commit(scheduler, plan)
+    assert seen[:4] == [[0, 1, 2]] * 4
+    assert all(slots == sorted(slots) for slots in seen)
+
+
+def test_the_only_idle_slot_is_cut_to_the_beginning_it_shares() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, num_slots=2, kv_block=16)
+    beginning = list(range(100, 132))
+    first = make_sequence([*beginning, *range(200, 210)], 5)
+    scheduler.add(first)
+    run(scheduler)
+    scheduler.add(make_sequence(3, 9))
+    scheduler.add(second := make_sequence([*beginning, 300], 2))
+    plan = scheduler.schedule()
+    assert (second, 1, 1) in plan.chunks
+    assert second.request.num_cached_tokens == 32
+    assert SlotOperation(0, None, 32) in scheduler.take_operations()
+    scheduler.check_integrity(plan)
+    commit(scheduler, plan)
+    run(scheduler)
+    assert scheduler.counts.num_evictions == 0
+
+
 @pytest.mark.parametrize("nothing_changed", [True, False])
 def test_a_failed_step_is_repeated_one_by_one(nothing_changed: bool) -> None:
     scheduler = make_scheduler()

@@ -37,11 +37,18 @@ class ExecutorMachine(RuleBasedStateMachine):
         budget=st.integers(8, 40),
         capacity=st.sampled_from([96, 160, 400]),
         idle=st.sampled_from([None, 0, 64]),
+        num_slots=st.sampled_from([4, 16]),
         launches_early=st.booleans(),
         awaited=st.randoms(use_true_random=False),
     )
     def start(
-        self, budget: int, capacity: int, idle: int | None, launches_early: bool, awaited: random.Random
+        self,
+        budget: int,
+        capacity: int,
+        idle: int | None,
+        num_slots: int,
+        launches_early: bool,
+        awaited: random.Random,
     ) -> None:
         config = EngineConfig(backend="mock", max_num_seqs=4, kv_cache_tokens=capacity, context_length=96)
         self.script = MockScript(launches_early=launches_early)
@@ -49,7 +56,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         info = self.backend.info
         self.scheduler = Scheduler(
             max_num_seqs=4,
-            num_slots=info.num_slots,
+            num_slots=num_slots,
             max_num_batched_tokens=budget,
             max_logit_rows=info.max_logit_rows,
             kv_capacity=info.kv_capacity,

@@ -56,6 +56,7 @@ LEVELS = [
         "backends/base.py",
         "backends/kylin.py",
         "backends/llama_library.py",
+        "backends/llama_cells.py",
         "backends/llama_context.py",
         "backends/llama_anchor.py",
         "backends/llama_tokenizer.py",

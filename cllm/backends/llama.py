@@ -5,7 +5,7 @@
 | `launch`, `logits()`   | `llama_decode`, `llama_get_logits_ith`                     |
 | `copy_prefix`          | `llama_memory_seq_cp`                                      |
 | `truncate`, `free`     | `llama_memory_seq_rm`                                      |
-| `info.kv_capacity`     | `n_ctx` (unified KV: cells shared by all sequences)        |
+| `info.kv_capacity`     | `n_ctx` (shared out in `llama_cells.py`)                   |
 | `info.can_truncate`    | `llama_model_is_recurrent`, `_is_hybrid`, `_n_swa`         |
 | `close`                | `llama_free`, `llama_model_free`                           |
 
@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from ..batch import Batch
@@ -32,7 +31,8 @@ from ..tokenizer import Tokenizer, make_tokenizer
 from ..vocabulary import is_supported
 from .base import Backend, BackendInfo, Floats, Step, count_new_tokens
 from .llama_anchor import Anchor
-from .llama_context import CELLS, LlamaContext
+from .llama_cells import Cells, bytes_a_cell, share_out
+from .llama_context import LlamaContext
 from .llama_library import LlamaModel, free_gpu_memory, load_library
 from .llama_tokenizer import LlamaTokenizer
 
@@ -41,9 +41,6 @@ MAX_LOGIT_ROWS = 64
 # 16 hardware threads, of a core each two: 8 threads 6,500 tokens/s, 16 threads 6,100 and at worst 4,500).
 MAX_ARGMAX_THREADS = 8
 MAX_BLOCKS = 512  # LLAMA_MAX_LAYERS in llama.cpp
-# llama.cpp's attention on a CPU scans the mask of all cells up to the highest used one: so many idle tokens cost
-# about 3 % of a step's time (measured with 8 sequences of the 0.6B shape: 1,000 cost 3.5 %).
-IDLE_TOKENS = 850
 
 
 def load_llama(config: EngineConfig) -> tuple[Backend, Tokenizer]:
@@ -79,12 +76,13 @@ class LlamaBackend(Backend):
         has_anchor = (
             bool(num_gpu_layers) and self._model.keeps_tokens and config.max_num_seqs < _most_sequences()
         )
-        info = _info(file, config, self._model, num_gpu_layers, num_threads)
+        info, cells = _info(file, config, self._model, num_gpu_layers, num_threads)
         info = replace(info, num_slots=min(info.num_slots, _most_sequences() - has_anchor))
         num_sequences = info.num_slots + has_anchor
         self._context = LlamaContext(
             self._model,
             num_tokens=info.kv_capacity,
+            is_unified=cells.own is None,
             num_slots=num_sequences,
             batch_tokens=info.max_num_batched_tokens,
             max_outputs=max(info.max_logit_rows, num_sequences),  # llama.cpp insists on one a sequence
@@ -252,49 +250,36 @@ def _num_gpu_layers(config: EngineConfig) -> int:
 
 def _info(
     file: GGUFFile, config: EngineConfig, model: LlamaModel, num_gpu_layers: int, num_threads: int
-) -> BackendInfo:
+) -> tuple[BackendInfo, Cells]:
     """What is chosen before there is a context."""
     library = load_library()
     trained = library.llama_model_n_ctx_train(model.pointer)
     context = config.context_within(trained)
-    bytes_a_token = _kv_bytes_a_token(file.metadata, config.kv_cache_dtype)
-    capacity = config.kv_cache_tokens
-    if capacity is None:
-        memory = free_gpu_memory() if num_gpu_layers else available_memory()
-        capacity = min(context * config.max_num_seqs, max(CELLS, memory // 4 // bytes_a_token))
-    capacity = -(-capacity // CELLS) * CELLS
-    return BackendInfo(
+    memory = free_gpu_memory() if num_gpu_layers else available_memory()
+    bytes_a_token = bytes_a_cell(file.metadata, config.kv_cache_dtype)
+    cells = share_out(
+        config,
+        context=context,
+        affordable=memory // 4 // bytes_a_token,
+        may_split=not num_gpu_layers and model.keeps_tokens,
+    )
+    info = BackendInfo(
         architecture=str(file.metadata.get("general.architecture")),
         vocab_size=library.llama_vocab_n_tokens(model.vocab),
         trained_context=trained,
         context_length=context,
-        num_slots=config.num_slots(),
-        kv_capacity=capacity,
-        kv_block=1,
+        num_slots=cells.num_slots,
+        kv_capacity=cells.capacity,
+        kv_block=cells.block,
         max_num_batched_tokens=config.batched_tokens(2048 if num_gpu_layers else 512),
-        max_logit_rows=max(MAX_LOGIT_ROWS, config.num_slots()),
-        max_idle_tokens=max(context, IDLE_TOKENS),
+        max_logit_rows=max(MAX_LOGIT_ROWS, cells.num_slots),
+        max_idle_tokens=cells.max_idle_tokens(context),
         can_truncate=False,  # known when there is a context
         # On a CPU `llama_decode` is the work itself, so it waits for logits().
         launches_early=num_gpu_layers != 0,
         description=f"llama.cpp (llama-cpp-python {library.__version__}), "
         f"{num_threads} threads, "
-        f"{'all' if num_gpu_layers == -1 else num_gpu_layers} layers on the GPU, KV cache of {capacity} tokens "
-        f"({capacity * bytes_a_token / 2**20:.0f} MiB, {config.kv_cache_dtype})",
+        f"{'all' if num_gpu_layers == -1 else num_gpu_layers} layers on the GPU, {cells} "
+        f"({cells.capacity * bytes_a_token / 2**20:.0f} MiB, {config.kv_cache_dtype})",
     )
-
-
-def _kv_bytes_a_token(metadata: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of KV cache a token over all layers, at least 1. llama.cpp has checked these values."""
-    architecture = metadata.get("general.architecture")
-
-    def values(key: str, default: Any) -> np.ndarray[Any, Any]:
-        return np.atleast_1d(metadata.get(f"{architecture}.{key}", default)).astype(np.int64)
-
-    num_heads = values("attention.head_count", 1)
-    head_width = int(values("embedding_length", 0)[0]) // max(1, int(num_heads.max()))
-    widths = values("attention.key_length", head_width)[0] + values("attention.value_length", head_width)[0]
-    num_layers = values("block_count", 0)[0]
-    heads = np.broadcast_to(values("attention.head_count_kv", num_heads), num_layers).sum()
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype.upper()]]
-    return max(1, int(heads * widths) * size // block)
+    return info, cells

@@ -17,12 +17,12 @@ from ..batch import Ids
 from ..errors import BackendError, ConfigError
 from .llama_library import LlamaModel, load_library, log
 
-CELLS = 256  # n_ctx rounds up to a multiple of it
 _KV_FULL, _REFUSED = 1, -1  # return codes of llama_decode in llama.h after which nothing has changed
 
 
 class LlamaContext:
-    """Decodes batches over `num_tokens` cells of unified KV cache.
+    """Decodes batches over `num_tokens` cells of KV cache: unified, which all sequences share, or not, and each has an
+    equal part of its own.
 
     Its sequences are 0 .. num_slots - 1; llama.cpp ends the process for any other, for more than
     `batch_tokens` tokens in a batch and for more than `max_outputs` rows of logits: the caller checks.
@@ -33,13 +33,14 @@ class LlamaContext:
         model: LlamaModel,
         *,
         num_tokens: int,
+        is_unified: bool,
         num_slots: int,
         batch_tokens: int,
         max_outputs: int,
         num_threads: int,
         kv_dtype: str,
     ) -> None:
-        """`num_tokens` is a multiple of `CELLS`.
+        """`num_tokens`, and each sequence's part of it, are multiples of 256.
 
         Raises `ConfigError` with llama.cpp's reason where it cannot serve these settings.
         """
@@ -53,7 +54,7 @@ class LlamaContext:
         params.type_k = params.type_v = GGMLQuantizationType[kv_dtype.upper()]
         if kv_dtype == "f32":  # flash attention would round it to f16; elsewhere llama.cpp decides
             params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.kv_unified = True  # part of a sequence can be copied only within one stream
+        params.kv_unified = is_unified
         if hasattr(params, "n_outputs_max"):  # newer builds: a smaller compute buffer
             params.n_outputs_max = max_outputs
         log.clear()
@@ -64,7 +65,7 @@ class LlamaContext:
             )
         self.close = weakref.finalize(self, library.llama_free, pointer)
         self.close.atexit = False
-        self._library, self._pointer, self._model = library, pointer, model
+        self._library, self._pointer, self._model, self._is_unified = library, pointer, model, is_unified
         self._memory = library.llama_get_memory(pointer)
         self.has_memory = bool(self._memory)  # encoders and diffusion models have none, and must not `decode`
         self._vocab_size = library.llama_vocab_n_tokens(model.vocab)
@@ -110,8 +111,15 @@ class LlamaContext:
         return np.ctypeslib.as_array(first, (len(rows), self._vocab_size))
 
     def copy(self, source: int, target: int, end: int, start: int = 0) -> None:
-        """Sequence `target` has the tokens start <= position < end of `source`, in the same cells."""
-        self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
+        """Sequence `target`, which is empty, has the tokens start <= position < end of `source`, in the same cells.
+
+        Without a unified cache, from 0 on, and in cells of its own: the next step copies all that `source` has.
+        """
+        if self._is_unified:
+            self._library.llama_memory_seq_cp(self._memory, source, target, start, end)
+        else:
+            self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+            self.remove(target, end)
 
     def remove(self, slot: int, start: int) -> bool:
         """Drops the tokens of a sequence from `start` on; False where the model cannot."""
