@@ -25,7 +25,8 @@ class EngineConfig:
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step (None: 512 on a CPU,
     2048 with GPU layers).
     kv_cache_tokens: tokens that the KV cache holds (None: context_length * max_num_seqs, at most a quarter of
-    the free memory). num_threads: None for all cores that this process may use; on llama with all layers on a GPU 1.
+    the free memory). llama on a CPU runs several sequences faster with that many, each in cells of its own.
+    num_threads: None for all cores that this process may use; on llama with all layers on a GPU 1.
     num_gpu_layers (llama): layers on the GPU, -1 for all (None: all where llama.cpp has a GPU, else 0).
     kv_cache_dtype: "f16" or "f32"; on llama any of `KV_CACHE_DTYPES`. max_queue: requests that may wait.
     enable_prefix_caching: keep what finished requests computed, for others that begin alike.
