@@ -59,7 +59,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Slot `target`, which is empty, begins as the first `length` tokens of `source`, sharing memory."""
+        """Slot `target`, which is empty, begins as the first `length` tokens of `source`, shared or copied."""
 
     @abstractmethod
     def truncate(self, slot: int, length: int) -> None:
