@@ -309,7 +309,7 @@ def test_cells_of_its_own_give_the_same_answers(tiny_model: TinyModel) -> None:
         assert nmse(own, unified) < 1e-10
 
 
-@pytest.mark.parametrize("own", [256, 4096, 32768])
+@pytest.mark.parametrize("own", [256, 4096, 4352, 32768])
 def test_a_block_divides_the_cells_of_a_slot(own: int) -> None:
     cells = Cells(4 * own, 4, own)
     assert own % cells.block == 0

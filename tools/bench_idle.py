@@ -2,8 +2,9 @@
 
     python tools/bench_idle.py -m MODEL.gguf [--backend llama] [--rounds 5] [--threads 2]
 
-llama.cpp's attention on a CPU scans the mask of all cells up to the highest used one; kylin touches only the blocks
-of the sequences that run. Prints medians of rounds, and the ratio to no idle tokens, round by round.
+In a unified cache llama.cpp's attention on a CPU scans the mask of all cells up to the highest used one, and llama has
+one here, since the cells are too few for each sequence to have its own. kylin touches only the blocks of the sequences
+that run. Prints medians of rounds, and the ratio to no idle tokens, round by round.
 """
 
 from __future__ import annotations
