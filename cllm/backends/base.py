@@ -84,8 +84,8 @@ class Backend(ABC):
         """Gives memory and threads back. Nothing may be called afterwards."""
 
 
-def count_new_tokens(batch: Batch, lengths: NDArray[np.int32], info: BackendInfo) -> dict[int, int]:
-    """{slot: tokens that the batch adds}, after checking the batch against `lengths` int32[num_slots].
+def count_new_tokens(batch: Batch, lengths: list[int], info: BackendInfo) -> dict[int, int]:
+    """{slot: tokens that the batch adds}, after checking the batch against the `lengths` of all slots.
 
     Raises `BackendError`, before anything has changed, where a slot or token id does not exist, positions do
     not continue where their slot stands, or a row of logits does not exist.
@@ -102,16 +102,15 @@ def count_new_tokens(batch: Batch, lengths: NDArray[np.int32], info: BackendInfo
     if not _all_below(info.num_slots, slots):
         slot = next(slot for slot in slots if not 0 <= slot < info.num_slots)
         raise BackendError(f"slot {slot} does not exist: there are {info.num_slots}", nothing_changed=True)
-    before = lengths.tolist()
-    after = before.copy()
+    new: dict[int, int] = dict.fromkeys(slots, 0)
     for slot, position in zip(slots, positions, strict=True):
-        if position != after[slot]:
+        if position != lengths[slot] + new[slot]:
             raise BackendError(
-                f"slot {slot} stands at position {after[slot]}, the batch continues at {position}",
+                f"slot {slot} stands at position {lengths[slot] + new[slot]}, the batch continues at {position}",
                 nothing_changed=True,
             )
-        after[slot] += 1
-    return {slot: after[slot] - before[slot] for slot in dict.fromkeys(slots)}
+        new[slot] += 1
+    return new
 
 
 def _all_below(limit: int, values: list[int]) -> bool:

@@ -92,7 +92,7 @@ class LlamaBackend(Backend):
         if not self._context.has_memory:
             raise encoder
         self.info = replace(info, can_truncate=self._context.can_truncate())
-        self._lengths = np.zeros(info.num_slots, np.int32)
+        self._lengths = [0] * info.num_slots
         self._anchor: Anchor | None = None
         if has_anchor:
             self._anchor = Anchor(self._context, info.num_slots)
@@ -104,7 +104,7 @@ class LlamaBackend(Backend):
     def launch(self, batch: Batch) -> Step:
         new = count_new_tokens(batch, self._lengths, self.info)
         if self._anchor is not None:
-            self._anchor.before_step(int(self._lengths.sum()) + len(batch.token_ids))
+            self._anchor.before_step(sum(self._lengths) + len(batch.token_ids))
         step = _LlamaStep(self._context, batch, self._lengths, new)
         if self.info.launches_early:
             step.start()
@@ -115,7 +115,7 @@ class LlamaBackend(Backend):
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         self._check_slots(source, target)
-        have = int(self._lengths[source])
+        have = self._lengths[source]
         shortest = 0 if self.info.can_truncate else have  # a state cannot be cut
         if self._lengths[target] or not shortest <= length <= have:
             raise BackendError(
@@ -127,9 +127,9 @@ class LlamaBackend(Backend):
 
     def truncate(self, slot: int, length: int) -> None:
         self._check_slots(slot)
-        have = int(self._lengths[slot])
+        have = self._lengths[slot]
         if self._anchor is not None and length < have:
-            self._anchor.before_removal(slot, have, int(self._lengths.sum()))
+            self._anchor.before_removal(slot, have, sum(self._lengths))
         # Also where nothing is counted: a failed step may have left tokens behind.
         if not 0 <= length <= have or not self._context.remove(slot, length):
             raise BackendError(f"cannot truncate slot {slot} of {have} tokens to {length}")
@@ -157,9 +157,7 @@ class LlamaBackend(Backend):
 class _LlamaStep:
     """One batch, decoded in parts of at most n_batch tokens (nearly always one)."""
 
-    def __init__(
-        self, context: LlamaContext, batch: Batch, lengths: np.ndarray[Any, Any], new: dict[int, int]
-    ) -> None:
+    def __init__(self, context: LlamaContext, batch: Batch, lengths: list[int], new: dict[int, int]) -> None:
         self._context, self._batch, self._lengths, self._new = context, batch, lengths, new
         # llama.cpp gives each row once and in order, which is how they are nearly always asked for.
         rows = batch.logit_rows

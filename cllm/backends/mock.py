@@ -6,11 +6,9 @@ It is public: users test their own programs with it.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -20,6 +18,8 @@ from ..errors import BackendError
 from ..kylin.kv_cache import BLOCK, blocks_for
 from ..tokenizer import BYTE_OF_CHAR, Tokenizer, load_tokenizer, make_tokenizer
 from .base import BackendInfo, Floats, HistoryBackend, Step
+
+_PEAK = 9.0  # the logit of the next token; those of the others lie between 0 and 1
 
 
 def load_mock(config: EngineConfig, script: MockScript | None = None) -> tuple[MockBackend, Tokenizer]:
@@ -101,15 +101,17 @@ class MockBackend(HistoryBackend):
 
     @staticmethod
     def _mix(history: list[int], length: int) -> int:
-        # Of the last tokens and the length: depends on all that matters, costs the same at any length.
-        return crc32(array("i", history[max(0, length - 8) : length]), length)
+        # Of the last tokens and the length: depends on all that matters, costs the same at any length. The hash of a
+        # tuple of integers is the same in every process.
+        return hash((length, *history[length - 8 if length > 8 else 0 : length]))
 
     def history_logits(self, histories: list[list[int]], positions: list[int]) -> Floats:
-        logits = np.empty((len(positions), self.info.vocab_size), np.float32)
-        for row, history, position in zip(logits, histories, positions, strict=True):
-            mixed = self._mix(history, position + 1)
-            row[:] = self._noise[mixed % len(self._noise)]
-            row[self._next_token(mixed, position + 1)] += 8
+        lengths = [position + 1 for position in positions]
+        mixed = [*map(self._mix, histories, lengths)]
+        rows = np.array([number % len(self._noise) for number in mixed], np.intp)
+        logits = self._noise.take(rows, axis=0)
+        for row, token_id in enumerate(map(self._next_token, mixed, lengths)):
+            logits[row, token_id] = _PEAK
         return logits
 
     def launch(self, batch: Batch) -> Step:

@@ -28,7 +28,7 @@ class KVCache:
     """Room for `num_blocks * 16` tokens over `num_slots` slots.
 
     Attributes for the kernels: `keys`, `values` (uint16 holding float16 bits, or float32; layout above),
-    `tables` int32[num_slots, blocks a slot], `lengths` int32[num_slots] (tokens held).
+    `tables` int32[num_slots, blocks a slot]. `lengths`: tokens that each slot holds.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class KVCache:
         self.keys = np.zeros((*pool, head_width, BLOCK), element)
         self.values = np.zeros((*pool, BLOCK, head_width), element)
         self.tables = np.zeros((num_slots, blocks_for(slot_tokens)), np.int32)
-        self.lengths = np.zeros(num_slots, np.int32)
+        self.lengths = [0] * num_slots
+        # How long each slot may become in the blocks that it has: most steps take none, and look no further.
+        self._room = [0] * num_slots
         self._references = np.zeros(num_blocks, np.int32)
         self._num_free = num_blocks
 
@@ -61,8 +63,12 @@ class KVCache:
 
         Raises `BackendError`, and changes nothing, where the pool or a slot's table is too small.
         """
-        lengths = self.lengths.tolist()
-        needed = {slot: self._blocks_to_take(slot, lengths[slot], count) for slot, count in num_new.items()}
+        lengths, room = self.lengths, self._room
+        needed = {
+            slot: self._blocks_to_take(slot, lengths[slot], count)
+            for slot, count in num_new.items()
+            if lengths[slot] + count > room[slot]
+        }
         num_needed = sum(map(len, needed.values()))
         if num_needed > self._num_free:
             raise BackendError(
@@ -72,7 +78,9 @@ class KVCache:
         for slot, places in needed.items():
             for place in places:
                 self._replace(slot, place)
-            self.lengths[slot] = lengths[slot] + num_new[slot]
+            room[slot] = places.stop * BLOCK
+        for slot, count in num_new.items():
+            lengths[slot] += count
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """`target`, which must be empty, begins as the first `length` tokens of `source`, sharing its blocks.
@@ -87,15 +95,16 @@ class KVCache:
         shared = self.tables[source, : length // BLOCK]
         self._references[shared] += 1
         self.tables[target, : length // BLOCK] = shared
-        self.lengths[target] = length
+        self.lengths[target] = self._room[target] = length
 
     def truncate(self, slot: int, length: int) -> None:
         """Drops the tokens of `slot` from `length` on."""
         if not 0 <= length <= self.lengths[slot]:
             raise BackendError(f"cannot truncate slot {slot} of {self.lengths[slot]} tokens to {length}")
-        for place in range(blocks_for(length), blocks_for(int(self.lengths[slot]))):
+        for place in range(blocks_for(length), blocks_for(self.lengths[slot])):
             self._release(int(self.tables[slot, place]))
-        self.lengths[slot] = length
+        # No room is counted in the last block, which others may share.
+        self.lengths[slot] = self._room[slot] = length
 
     def free(self, slot: int) -> None:
         """Empties `slot`."""
@@ -105,7 +114,7 @@ class KVCache:
         """Raises AssertionError unless every block is either free or held exactly as often as counted."""
         held = np.zeros_like(self._references)
         for slot, length in enumerate(self.lengths):
-            np.add.at(held, self.tables[slot, : blocks_for(int(length))], 1)
+            np.add.at(held, self.tables[slot, : blocks_for(length)], 1)
         assert (held == self._references).all(), "reference counts differ from the tables"
         assert self._num_free == (held == 0).sum(), "free blocks differ from the tables"
 
@@ -122,7 +131,7 @@ class KVCache:
     def _replace(self, slot: int, place: int) -> None:
         """Puts a fresh block at `place`; where a shared one stood there, its content is copied."""
         block = self._take(int(self.tables[slot, place - 1]) if place else None)
-        if place < blocks_for(int(self.lengths[slot])):
+        if place < blocks_for(self.lengths[slot]):
             old = int(self.tables[slot, place])
             for pool in (self.keys, self.values):
                 pool[block // CHUNK, :, :, block % CHUNK] = pool[old // CHUNK, :, :, old % CHUNK]
