@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Clients that were answered together ask again together. One that came first would be computed alone, and stay a step
+# ahead of the others.
+GATHER_S = 0.002
+_LOOK_EVERY_S = 0.0002
+
 
 class Engine:
     """Runs requests until `close()`. All methods may be called from any thread."""
@@ -36,8 +41,10 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: list[Future[Any]] = []  # those of `call` that wait for their turn
         self._open: dict[str, Request] = {}  # every request that has not been delivered whole
+        self._news: dict[Callable[[list[Any]], None], dict[Sequence, None]] = {}  # of streams, by receiver
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._num_arriving = 0  # sequences on their way to the scheduler
+        self._most_open = 0  # requests at once since there was last nothing to do
         self._closing = False
         self._refusing: str | None = None  # why no new request is taken
         self._error: BaseException | None = None
@@ -58,6 +65,7 @@ class Engine:
                 self._inbox.append(lambda request=request: self._add(request))  # type: ignore[misc]
                 self._num_arriving += len(request.sequences)
                 self._open[request.request_id] = request
+            self._most_open = max(self._most_open, len(self._open))
             self._wake.notify_all()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -169,6 +177,7 @@ class Engine:
                 for sequence in open_ones:
                     sequence.fail(BackendError(f"the engine died: {error}"))
                 self._deliver(open_ones)
+            self._deliver([])  # what has waited
         finally:
             self._executor.backend.close()
 
@@ -177,9 +186,8 @@ class Engine:
         executor = self._executor
         if not executor.scheduler.has_work:
             executor.settle()
+            self._wait()
         with self._wake:
-            while not (self._inbox or executor.scheduler.has_work or self._closing):
-                self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
             self._num_arriving = 0
@@ -189,6 +197,16 @@ class Engine:
         for command in commands:
             command()
         return not is_closing
+
+    def _wait(self) -> None:
+        """Sleeps until there is something to do; then for as many requests as there were last, which may come too."""
+        with self._wake:
+            expected = min(self._most_open, self._executor.scheduler.max_num_seqs)
+            self._most_open = len(self._open)
+            self._wake.wait_for(lambda: self._inbox or self._closing)
+        given_up = time.perf_counter() + GATHER_S
+        while len(self._inbox) < expected and not self._closing and time.perf_counter() < given_up:
+            time.sleep(_LOOK_EVERY_S)
 
     def _must_pause(self) -> bool:
         """Whether there is something to do before a further step."""
@@ -222,12 +240,12 @@ class Engine:
             self._deliver(aborted)
 
     def _deliver(self, touched: list[Sequence]) -> None:
-        """Hands over what a step brought, once for each receiver."""
+        """Hands over what a step brought, once for each receiver, but for pieces that may wait for the next step's."""
         updates: defaultdict[Callable[[list[Any]], None], list[Any]] = defaultdict(list)
         for sequence in touched:
             request = sequence.request
             if request.streaming:
-                updates[request.deliver].append(sequence.take_piece())
+                self._news.setdefault(request.deliver, {})[sequence] = None
             if (
                 sequence.finish_reason
                 and request.finished
@@ -236,6 +254,12 @@ class Engine:
                 self._executor.stats.count_request(request, time.perf_counter())
                 if not request.streaming:
                     updates[request.deliver].append(request.output())
+        goes_on = self._error is None and self._executor.scheduler.has_work
+        for deliver, sequences in list(self._news.items()):
+            may_wait = next(iter(sequences)).request.may_wait
+            if not (goes_on and may_wait is not None and may_wait()):
+                updates[deliver] += [sequence.take_piece() for sequence in sequences]
+                del self._news[deliver]
         for deliver, values in updates.items():
             try:
                 deliver(values)

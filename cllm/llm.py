@@ -118,14 +118,17 @@ class LLM:
         deliver: Callable[[list[Any]], None],
         *,
         streaming: bool = False,
+        may_wait: Callable[[], bool] | None = None,
     ) -> Request:
         """A checked request for `submit`, with its sequences; it computes nothing, and any thread may call it.
 
         `deliver(updates)` is called on the engine's thread, once a step for all requests that share it: with
         `StreamPiece`s as they are made where `streaming`, else with one `RequestOutput`. It must return at once.
+        Where `may_wait()`, asked after each step, is true, pieces come together with those of the next step instead.
         Raises `InvalidRequestError`.
         """
-        return self._requests.make(self._requests.check(prompt, params), deliver, streaming=streaming)
+        checked = self._requests.check(prompt, params)
+        return self._requests.make(checked, deliver, streaming=streaming, may_wait=may_wait)
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests of `make_request`, all or none. Raises `QueueFullError`, or `BackendError` where none is

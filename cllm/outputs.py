@@ -93,16 +93,3 @@ class StreamPiece:
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = None
     error: Exception | None = None
-
-    def absorb(self, later: StreamPiece) -> None:
-        """Adds what the same answer gained next."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        if self.logprobs is not None and later.logprobs is not None:
-            self.logprobs += later.logprobs
-        if later.reasoning is not None:
-            self.reasoning = (self.reasoning or "") + later.reasoning
-        if later.content is not None:
-            self.content = (self.content or "") + later.content
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.metrics, self.error = later.metrics, later.error

@@ -82,7 +82,12 @@ class RequestMaker:
         return Checked(text, token_ids, params, max_tokens, isinstance(prompt, ChatPrompt))
 
     def make(
-        self, checked: Checked, deliver: Callable[[list[Any]], None], *, streaming: bool = False
+        self,
+        checked: Checked,
+        deliver: Callable[[list[Any]], None],
+        *,
+        streaming: bool = False,
+        may_wait: Callable[[], bool] | None = None,
     ) -> Request:
         """The request, with a new id and its sequences. Raises `InvalidRequestError` for its parameters."""
         text, token_ids, params, max_tokens, is_chat = checked
@@ -93,6 +98,7 @@ class RequestMaker:
             params=params,
             deliver=deliver,
             streaming=streaming,
+            may_wait=may_wait,
             is_chat=is_chat,
         )
         for index in range(params.n):

@@ -40,7 +40,8 @@ class SampledToken(Protocol):
 class Request:
     """What was asked. `deliver(updates)` is called from the engine's thread with what a step brought.
 
-    `streaming`: deliver `StreamPiece`s step by step; otherwise one `RequestOutput` at the end.
+    `streaming`: deliver `StreamPiece`s step by step; otherwise one `RequestOutput` at the end. `may_wait()`, asked
+    after a step, once for each `deliver`: whether what is new in its streams may come together with the next step's.
     `prompt_logprobs`: filled as the prompt is computed, where `params` ask for it.
     Times are of `time.perf_counter`.
     """
@@ -51,6 +52,7 @@ class Request:
     params: SamplingParams
     deliver: Callable[[list[Any]], None]
     streaming: bool = False
+    may_wait: Callable[[], bool] | None = None
     is_chat: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=lambda: [None])

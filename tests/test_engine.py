@@ -158,6 +158,99 @@ def test_a_failing_receiver_harms_nobody(llm: LLM) -> None:
     assert text(llm, "one") == expected
 
 
+def test_pieces_that_may_wait_come_together(llm: LLM) -> None:
+    """Those of a stream become one, until they may wait no longer or there is nothing left to compute."""
+    pieces: list[list[Any]] = []
+    answers: list[bool] = []
+
+    def may_wait() -> bool:
+        answers.append(len(answers) % 10 != 9)
+        return answers[-1]
+
+    def request(prompt: str) -> Any:
+        return llm.make_request(prompt, GREEDY, pieces.append, streaming=True, may_wait=may_wait)
+
+    expected = [text(llm, "left"), text(llm, "right")]
+    llm.submit([request("left"), request("right")])
+    assert llm.drain(60)
+    assert len(answers) == 29  # not after the last step
+    assert [len(delivered) for delivered in pieces] == [2, 2, 2]
+    for at, answer in enumerate(expected):
+        assert "".join(delivered[at].text for delivered in pieces) == answer
+        assert [len(delivered[at].token_ids) for delivered in pieces] == [10, 10, 10]
+        assert [delivered[at].finish_reason for delivered in pieces] == [None, None, "length"]
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "close", "dies"])
+def test_pieces_that_wait_are_not_lost(
+    llm: LLM, script: MockScript, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    pieces: list[Any] = []
+    has_waited = threading.Semaphore(0)
+
+    def may_wait() -> bool:
+        has_waited.release()
+        return True
+
+    script.delay = 0.001
+    deadline_s = 0.1 if end == "deadline" else None
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, deadline_s=deadline_s)
+    request = llm.make_request("x", params, pieces.extend, streaming=True, may_wait=may_wait)
+    llm.submit([request])
+    for _ in range(5):
+        assert has_waited.acquire(timeout=60)
+    assert not pieces
+    if end == "cancel":
+        llm.cancel([request.request_id])
+    elif end == "close":
+        llm.close()
+    elif end == "dies":
+        monkeypatch.setattr(llm._scheduler, "commit", None)
+    assert llm.drain(60)
+    (piece,) = pieces
+    assert piece.finish_reason == ("error" if end == "dies" else "abort")
+    assert len(piece.token_ids) >= 5
+    assert piece.token_ids == request.sequences[0].token_ids[1:]
+
+
+def test_who_was_answered_together_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine that last had two requests at once waits a moment for a second one, else for none."""
+    monkeypatch.setattr("cllm.engine.GATHER_S", 60.0)
+    ended: SimpleQueue[list[Any]] = SimpleQueue()
+    llm = LLM(backend="mock", max_num_seqs=3)
+    backend = llm._engine._executor.backend
+    assert isinstance(backend, MockBackend)
+
+    def submit(*prompts: str) -> None:
+        llm.submit([llm.make_request(prompt, GREEDY, ended.put) for prompt in prompts])
+
+    for prompt in ("one", "two"):
+        submit(prompt)
+        ended.get(timeout=30)
+    assert backend.num_steps == 60
+    submit("one", "two")
+    ended.get(timeout=30)  # both end in the same step
+    assert backend.num_steps == 90
+    submit("three")
+    time.sleep(0.02)
+    assert (llm.health()["num_waiting"], backend.num_steps) == (1, 90)
+    submit("four")
+    ended.get(timeout=30)
+    assert backend.num_steps == 120
+    monkeypatch.setattr("cllm.engine.GATHER_S", 0.01)
+    submit("five")
+    ended.get(timeout=30)  # alone, after a moment
+    monkeypatch.setattr("cllm.engine.GATHER_S", 60.0)
+    submit("six")
+    ended.get(timeout=30)
+    submit("one", "two")
+    ended.get(timeout=30)
+    submit("seven")
+    started = time.perf_counter()
+    llm.close()  # nothing is awaited any more
+    assert time.perf_counter() - started < 30
+
+
 def test_health_of_a_dead_engine(script: MockScript, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(backend="mock")
     assert llm.health() == {"status": "ready", "error": None, "num_running": 0, "num_waiting": 0}

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,8 +15,7 @@ from server_helpers import CLIENT, Running, assert_idle, error_of, serve, until
 
 from cllm import LLM
 from cllm.backends.mock import MockScript
-from cllm.outputs import Logprob, StreamPiece
-from cllm.server.hand_over import DISPATCH_EVERY_S, HandOver
+from cllm.server.hand_over import EVERY_S, HandOver
 
 ANSWERING = ("/v1/completions", "/generate")
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
@@ -266,18 +264,46 @@ def test_one_hand_over_a_step(server: Running, script: MockScript, monkeypatch: 
         taken.clear()
         step = backend.num_steps
         events = server.events("/v1/completions", **body, stream_options={"include_usage": True})
-        assert events[-2]["usage"]["completion_tokens"] == sum(calls) == 80
+        assert events[-2]["usage"]["completion_tokens"] == 80
         assert len(calls) <= backend.num_steps - step <= 42
         assert sum(len(piece.token_ids) for piece in taken) == 80
-        assert len(taken) <= sum(calls)
+        assert len(taken) == sum(calls)
+        assert (len(taken) == 80) == bool(script.delay)  # quick steps share
+
+
+def test_only_small_requests_are_read_on_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    make_request = server.llm.make_request
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make_request(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm, "make_request", noted)
+
+    def is_small(path: str, **body: Any) -> bool:
+        threads.clear()
+        assert server.post(path, json={"max_tokens": 1} | body).status_code == 200
+        assert len(threads) == (len(body["prompt"]) if isinstance(body["prompt"], list) else 1)
+        return not threads[0].startswith("cllm-prepare")
+
+    assert is_small("/v1/completions", prompt="x")
+    assert is_small("/v1/completions", prompt=["x", "y"], n=2)
+    assert is_small("/generate", prompt="x")
+    assert not is_small("/v1/completions", prompt=900 * "x", n=2)
+    assert not is_small("/v1/completions", prompt=4 * [80 * "x"])
+    assert not is_small("/v1/completions", prompt="x", logit_bias={str(i): 1 for i in range(200)})
+    assert not is_small("/generate", prompt=1100 * "x")
 
 
 def test_only_steps_in_quick_succession_share_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
-        """The time and the event loop: time stands still, and what is planned is kept."""
+        """The time and the event loop: time stands still, and what is called for is kept."""
 
         def __init__(self) -> None:
-            self.now, self.calls, self.timers, self.slept = 100.0, list[Any](), list[Any](), 0
+            self.now, self.calls, self.slept = 100.0, list[Any](), 0
 
         def monotonic(self) -> float:
             return self.now
@@ -288,59 +314,34 @@ def test_only_steps_in_quick_succession_share_an_event(monkeypatch: pytest.Monke
         def call_soon_threadsafe(self, work: Any) -> None:
             self.calls.append(work)
 
-        def call_later(self, delay: float, work: Any) -> Any:
-            self.timers.append((delay, work))
-            return SimpleNamespace(cancel=self.timers.clear)
-
-    def gain(token_id: int, **further: Any) -> None:
-        entry = {token_id: Logprob(-1.0, 1)}
-        piece = StreamPiece("7", 0, chr(token_id), [token_id], [entry], content=chr(token_id), **further)
-        hand_over.deliver([piece])
-
-    def run_calls() -> list[str]:
+    def dispatched() -> list[Any]:
         """What the dispatches that were called for bring."""
         taken.clear()
         while clock.calls:
             clock.calls.pop(0)()
-        return [piece.text for piece in taken]
+        return taken
 
-    clock, taken = Clock(), list[StreamPiece]()
+    clock, taken = Clock(), list[Any]()
     monkeypatch.setattr("cllm.server.hand_over.time", clock)
     hand_over = HandOver(clock, taken.append)  # type: ignore[arg-type]
-    for token_id in (65, 66):  # steps of a real model
-        gain(token_id)
-        assert run_calls() == [chr(token_id)]
-        clock.now += 0.0025
-    assert not clock.timers
-    gain(67)
-    assert run_calls() == ["C"]
-    clock.now += 0.001
-    gain(68)
-    assert run_calls() == ["D"]
-    ((delay, _),) = clock.timers  # the second in a short time: from now on they share
-    assert delay == DISPATCH_EVERY_S
-    clock.now += 0.001
-    gain(69)
-    gain(70, reasoning="so")
-    gain(71, finish_reason="stop", stop_reason=71)
-    hand_over.deliver([StreamPiece("7", 1, "x", [120])])
-    assert run_calls() == []
-    clock.now += 0.0015
-    hand_over.deliver([StreamPiece("7", 1, "y", [121])])  # the time has come
+    for update in "ab":  # steps of a real model
+        assert not hand_over.may_wait()
+        hand_over.deliver([update])
+        assert dispatched() == [update]
+        clock.now += 1.1 * EVERY_S
+    hand_over.deliver(["c"])
+    assert dispatched() == ["c"]
+    clock.now += 0.9 * EVERY_S
+    assert hand_over.may_wait()
+    clock.now += 0.2 * EVERY_S
+    assert not hand_over.may_wait()
+    hand_over.deliver(["d"])
     assert (len(clock.calls), clock.slept) == (1, 0)
-    # The loop does not come: the engine makes room for it.
-    hand_over.deliver([StreamPiece("7", 1, "z", [122])])
-    assert (len(clock.calls), clock.slept) == (1, 1)
-    assert run_calls() == ["EFG", "xyz"]
-    entries = [{token_id: Logprob(-1.0, 1)} for token_id in (69, 70, 71)]
-    assert taken == [
-        StreamPiece("7", 0, "EFG", [69, 70, 71], entries, "so", "EFG", "stop", 71),
-        StreamPiece("7", 1, "xyz", [120, 121, 122]),
-    ]
-    ((_, work),) = clock.timers
-    clock.now += 0.002
-    clock.timers.clear()  # it has come
-    work()  # and brought nothing: there is no next one
-    assert not clock.timers
-    gain(72)
-    assert run_calls() == ["H"]
+    # The loop does not come: the engine makes room for it, and calls no second time.
+    assert hand_over.may_wait()
+    assert clock.slept == 1
+    hand_over.deliver(["e", "f"])
+    assert len(clock.calls) == 1
+    assert dispatched() == ["d", "e", "f"]
+    assert hand_over.may_wait()
+    assert clock.slept == 1

@@ -32,7 +32,7 @@ async def benchmark(request: Request) -> Response:
     if not request.app.state.has_benchmark:
         raise HTTPError(404, "the benchmark is off; start the server with --enable-benchmark")
     service: Service = request.app.state.service
-    body = await read_body(request, BenchmarkBody)
+    body, _ = await read_body(request, BenchmarkBody)
     _check(body)
     started = time.perf_counter()
     numbers, found = iter(range(body.num_requests)), list[RequestOutput]()
@@ -56,7 +56,7 @@ async def _client(
     for number in numbers:
         draw = random.Random(number)
         prompt = [draw.randrange(service.llm.info.vocab_size) for _ in range(body.prompt_tokens)]
-        make = partial(service.llm.make_request, prompt, params, service.deliver)
+        make = partial(service.make_request, prompt, params)
         requests = [await service.prepare(make)]
         call = service.submit(requests, request.receive)
         try:

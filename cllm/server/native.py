@@ -87,9 +87,9 @@ async def generate_stream(request: WebRequest) -> Response:
 
 async def _generate(request: WebRequest, may_stream: bool | None) -> Response:
     service: Service = request.app.state.service
-    body = await read_body(request, GenerateBody)
+    body, size = await read_body(request, GenerateBody)
     is_stream = bool(may_stream or body.stream)
-    requests = await service.prepare(lambda: [_make_request(service, body, is_stream)])
+    requests = await service.prepare(lambda: [_make_request(service, body, is_stream)], size)
     call = service.submit(requests, request.receive)
     if is_stream:
         return await stream(service, call, _Events(call))
@@ -115,7 +115,7 @@ def _make_request(service: Service, body: GenerateBody, is_stream: bool) -> Requ
         raise InvalidRequestError("n above 1 is not supported here; use /v1/completions", field="n")
     prompt = body.prompt if body.prompt is not None else body.prompt_token_ids or []
     params = body.sampling(logprobs=body.logprobs)
-    return service.llm.make_request(prompt, params, service.deliver, streaming=is_stream)
+    return service.make_request(prompt, params, streaming=is_stream)
 
 
 class _Events:
@@ -182,7 +182,7 @@ def timings(num_prompt: int, num_cached: int, num_tokens: int, metrics: RequestM
 async def tokenize(request: WebRequest) -> Response:
     """`POST /tokenize` and `/encode`: token ids of a text or of a rendered conversation."""
     service: Service = request.app.state.service
-    body = await read_body(request, TokenizeBody)
+    body, _ = await read_body(request, TokenizeBody)
     tokens = await service.prepare(lambda: _tokenize(service, body))
     return reply({"tokens": tokens, "count": len(tokens), "max_model_len": service.llm.info.context_length})
 
@@ -201,7 +201,7 @@ def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
 async def detokenize(request: WebRequest) -> Response:
     """`POST /detokenize`: the text of token ids, under vLLM's name and llama-server's."""
     service: Service = request.app.state.service
-    body = await read_body(request, DetokenizeBody)
+    body, _ = await read_body(request, DetokenizeBody)
     text = await service.prepare(lambda: service.llm.decode(body.tokens))
     return reply({"prompt": text, "content": text})
 

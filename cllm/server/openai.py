@@ -40,11 +40,13 @@ async def get_model(request: WebRequest) -> Response:
 async def completions(request: WebRequest) -> Response:
     """`POST /v1/completions`."""
     service: Service = request.app.state.service
-    body = await read_body(request, CompletionBody)
+    body, size = await read_body(request, CompletionBody)
     with service.timed("validate"):
         _check_model(service, body.model)
         params, prompts, with_usage = _completion_params(body), read_prompts(body.prompt), body.includes_usage
-    requests = await service.prepare(lambda: _make_requests(service, prompts, params, bool(body.stream)))
+    requests = await service.prepare(
+        lambda: _make_requests(service, prompts, params, bool(body.stream)), size * len(prompts) * params.n
+    )
     call = service.submit(requests, request.receive)
     envelope = _envelope(service, call, "cmpl-", "text_completion")
     if body.stream:
@@ -59,7 +61,7 @@ async def completions(request: WebRequest) -> Response:
 async def chat_completions(request: WebRequest) -> Response:
     """`POST /v1/chat/completions`."""
     service: Service = request.app.state.service
-    body = await read_body(request, ChatBody)
+    body, _ = await read_body(request, ChatBody)
     with service.timed("validate"):
         _check_model(service, body.model)
         params, with_usage, tools = _chat_params(body), body.includes_usage, _read_tools(body)
@@ -112,7 +114,7 @@ def _make_requests(
             field="prompt",
         )
     with _renaming(prompt_token_ids="prompt"):
-        return [llm.make_request(prompt, params, service.deliver, streaming=is_stream) for prompt in prompts]
+        return [service.make_request(prompt, params, streaming=is_stream) for prompt in prompts]
 
 
 async def _whole(

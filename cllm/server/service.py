@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from ..chat import ChatPrompt
 from ..errors import QueueFullError
 from ..llm import LLM
 from ..outputs import CompletionOutput, RequestOutput, StreamPiece
+from ..params import SamplingParams
+from ..request_maker import Prompt
 from ..sequence import Request as EngineRequest
 from .failures import ClientGone, deadline_passed, failure_of, unavailable
 from .hand_over import HandOver
@@ -26,6 +29,10 @@ from .hand_over import HandOver
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Bytes of requests that are read on the event loop: 30 microseconds, in which no other Python thread could run anyway.
+# Another thread's turn, and back, would take 70 more.
+SMALL = 1024
 
 _random = random.Random()  # for ids; to ask the system each time would let go of the interpreter
 
@@ -71,21 +78,36 @@ class Service:
         status = "draining" if self._is_draining else "loading"
         return {"status": status, "error": None, "num_running": 0, "num_waiting": 0}
 
-    async def prepare(self, work: Callable[[], T]) -> T:
-        """Runs `work` (templates, tokenising) off the event loop. Raises `HTTPError` where nothing is taken now."""
+    async def prepare(self, work: Callable[[], T], size: int | None = None) -> T:
+        """Runs `work` (templates, tokenising) off the event loop, unless `size`, its cost in bytes, is small.
+
+        Raises `HTTPError` where nothing is taken now.
+        """
         self._check_open()
         if self._num_preparing >= self._max_queue:
             raise QueueFullError(f"{self._num_preparing} requests are being read already")
         self._num_preparing += 1
-        loop = asyncio.get_running_loop()
+        started = time.perf_counter()
         try:
-            with self.timed("prepare"):
-                return await loop.run_in_executor(self._pool, work)
+            if size is not None and size <= SMALL:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
+            self.count("prepare", started)
             self._num_preparing -= 1
 
+    def make_request(
+        self, prompt: Prompt | ChatPrompt, params: SamplingParams, *, streaming: bool = False
+    ) -> EngineRequest:
+        """A request for `submit`; any thread may call this. Raises `InvalidRequestError`."""
+        assert self._hand_over is not None
+        hand_over = self._hand_over
+        return self.llm.make_request(
+            prompt, params, hand_over.deliver, streaming=streaming, may_wait=hand_over.may_wait
+        )
+
     def submit(self, requests: Sequence[EngineRequest], receive: Receive) -> Call:
-        """Queues `requests`, whose `deliver` must be `self.deliver`; `receive` tells when the client goes.
+        """Queues `requests` of `make_request`; `receive` tells when the client goes.
 
         Raises `HTTPError` or `QueueFullError`. The caller must close the call.
         """
@@ -99,11 +121,6 @@ class Service:
             raise
         call.watch()
         return call
-
-    def deliver(self, updates: list[Any]) -> None:
-        """The engine's thread gives what a step brought: one call for all streams."""
-        assert self._hand_over is not None
-        self._hand_over.deliver(updates)
 
     def _take(self, update: StreamPiece | RequestOutput) -> None:
         call = self._calls.get(update.request_id)

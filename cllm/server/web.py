@@ -24,8 +24,8 @@ BODY_TIMEOUT_S = 30.0  # for the whole body to arrive
 _encoder = msgspec.json.Encoder()
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The checked body of `request`; unknown fields are ignored with a line in the log.
+async def read_body(request: Request, kind: type[Body]) -> tuple[Body, int]:
+    """The checked body of `request` and its bytes; unknown fields are ignored with a line in the log.
 
     Raises `HTTPError` or `ClientGone`.
     """
@@ -38,7 +38,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             data = await _receive_body(request.receive, request.app.state.max_body)
     except TimeoutError:
         raise HTTPError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    return decode_body(data, kind)
+    return decode_body(data, kind), len(data)
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:
