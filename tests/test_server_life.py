@@ -293,7 +293,7 @@ def test_only_small_requests_are_read_on_the_event_loop(
     assert is_small("/v1/completions", prompt=["x", "y"], n=2)
     assert is_small("/generate", prompt="x")
     assert not is_small("/v1/completions", prompt=900 * "x", n=2)
-    assert not is_small("/v1/completions", prompt=4 * [80 * "x"])
+    assert not is_small("/v1/completions", prompt=3 * [120 * "x"])
     assert not is_small("/v1/completions", prompt="x", logit_bias={str(i): 1 for i in range(200)})
     assert not is_small("/generate", prompt=1100 * "x")
 
