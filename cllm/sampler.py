@@ -297,7 +297,7 @@ def _rank(row: Row, token_id: int) -> int:
 
 def _sorted_ids(token_ids: ArrayLike) -> Ids:
     ids = np.asarray(token_ids, np.int64)
-    return ids if (ids[1:] > ids[:-1]).all() else np.unique(ids)
+    return ids if len(ids) < 2 or (ids[1:] > ids[:-1]).all() else np.unique(ids)
 
 
 def _contains(sorted_ids: Ids, token_id: int) -> bool:

@@ -87,8 +87,7 @@ def _serve(
         try:
             llm = LLM(config)
             llm.warmup()
-            gc.collect()
-            gc.freeze()  # what is loaded stays: looking through it would hold all streams up for 70 ms now and then
+            spare_collections()
         except BaseException as error:
             failures.append(error)
             server.should_exit = True
@@ -108,6 +107,14 @@ def _serve(
     if failures:
         raise failures[0]
     return 0
+
+
+def spare_collections() -> None:
+    """Of the garbage that lies in circles. What is loaded stays: looking through it would hold all streams up for 70 ms
+    now and then. The young are looked through every 20,000 objects instead of 700: 3 to 10 % of a mock's step."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def _listen(host: str, port: int) -> socket.socket:

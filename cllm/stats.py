@@ -111,21 +111,21 @@ class EngineStats:
 
     def count_request(self, request: Request, now: float) -> None:
         """A request that ended."""
-        observe = {name: histogram.observe for name, histogram in self.histograms.items()}
+        histograms = self.histograms
         for sequence in request.sequences:
             self.finished[sequence.finish_reason or "abort"] += 1
-            observe["request_generation_tokens"](sequence.num_output)
+            histograms["request_generation_tokens"].observe(sequence.num_output)
             first, last = sequence.first_token_at, sequence.last_token_at
             if first is not None and last is not None:
-                observe["request_decode_time_seconds"](last - first)
-        observe["request_prompt_tokens"](len(request.prompt_token_ids))
-        observe["e2e_request_latency_seconds"](now - request.arrived)
+                histograms["request_decode_time_seconds"].observe(last - first)
+        histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        histograms["e2e_request_latency_seconds"].observe(now - request.arrived)
         if request.started is not None:
-            observe["request_queue_time_seconds"](request.started - request.arrived)
+            histograms["request_queue_time_seconds"].observe(request.started - request.arrived)
             first = request.sequences[0].first_token_at
             if first is not None:
-                observe["time_to_first_token_seconds"](first - request.arrived)
-                observe["request_prefill_time_seconds"](first - request.started)
+                histograms["time_to_first_token_seconds"].observe(first - request.arrived)
+                histograms["request_prefill_time_seconds"].observe(first - request.started)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, gauges and histograms by name, without the prefix."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import re
 import statistics
@@ -48,7 +47,7 @@ def main() -> None:
 def _measure(args: argparse.Namespace) -> None:
     from cllm import LLM
     from cllm.backends.mock import MockBackend, MockScript
-    from cllm.serve import SWITCH_INTERVAL_S, _listen
+    from cllm.serve import SWITCH_INTERVAL_S, _listen, spare_collections
     from cllm.server.app import make_app
     from cllm.server.draining import DrainingServer
     from cllm.server.service import Service
@@ -61,8 +60,7 @@ def _measure(args: argparse.Namespace) -> None:
             letters = {length: ord("a") + length % 26 for length in range(4096)}  # no character in pieces
             backend.script = MockScript(delay=args.delay_ms / 1000, tokens=letters)
         service.attach(llm)
-        gc.collect()
-        gc.freeze()  # as cllm serve does
+        spare_collections()
         listener = _listen("127.0.0.1", 0)
         server = DrainingServer(make_app(service), service, drain_seconds=1)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

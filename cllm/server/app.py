@@ -59,7 +59,8 @@ def make_app(
         service.start()
         yield
 
-    by_use = sorted(ENDPOINTS, key=lambda end: end.body is None)  # routes are tried one after the other
+    # Routes are tried one after the other: first those that most requests go to.
+    by_use = sorted(ENDPOINTS, key=lambda end: (end.body is None, not end.path.startswith("/v1/")))
     app = Starlette(
         routes=[Route(end.path, end.handle, methods=[end.method]) for end in by_use],
         middleware=middleware,
