@@ -23,6 +23,7 @@ LEVELS = [
         "kylin/jit.py",
         "kylin/native.py",
         "kylin/team.py",
+        "kylin/attendance.py",
         "kylin/gguf_cursor.py",
         "kylin/gguf.py",
         "kylin/quants.py",

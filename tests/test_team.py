@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import njit, types
 
+from cllm.kylin.native import cycles
 from cllm.kylin.team import CAN_ENLIST, Team, barrier, begin_step, wait_for_step
 
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 NUM_PHASES = 50
 needs_enlisting = pytest.mark.skipif(not CAN_ENLIST, reason="threads cannot be parked on this system")
 
@@ -32,9 +34,11 @@ def work(state, member, num_members, counts):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def serve(state, member, num_members, counts):  # type: ignore[no-untyped-def]
-    while wait_for_step(state, member):
+def serve(state, member, counts):  # type: ignore[no-untyped-def]
+    num_members = wait_for_step(state, member)
+    while num_members:
         work(state, member, num_members, counts)
+        num_members = wait_for_step(state, member)
 
 
 @njit(nogil=True)
@@ -46,16 +50,18 @@ def lead(state, num_members, counts):  # type: ignore[no-untyped-def]
 def enlisted(num_threads: int) -> tuple[Team, np.ndarray]:
     team, counts = Team(num_threads), np.zeros((NUM_PHASES, 8), np.int64)
     lead(np.zeros(64, np.int64), 1, counts)  # compiled before a thread needs it
-    team.enlist(serve, (num_threads, counts))
+    team.enlist(serve, (counts,))
     return team, counts
 
 
 def check_steps(team: Team, counts: np.ndarray, num_steps: int = 20) -> None:
-    for _ in range(num_steps):
+    for step in range(num_steps):
         counts[...] = 0
-        lead(team.state, team.num_threads, counts)
-        expected = np.repeat(np.arange(NUM_PHASES)[:, None], team.num_threads, axis=1)
-        np.testing.assert_array_equal(counts[:, : team.num_threads], expected)
+        present = team.num_threads - step % team.num_threads  # the others stay away
+        lead(team.state, present, counts)
+        expected = np.repeat(np.arange(NUM_PHASES)[:, None], present, axis=1)
+        np.testing.assert_array_equal(counts[:, :present], expected)
+        assert not counts[:, present:].any()
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +126,7 @@ def test_a_forgotten_team_ends() -> None:
 def test_a_team_closes_twice_but_enlists_once() -> None:
     team, counts = enlisted(2)
     with pytest.raises(ValueError, match="enlisted already"):
-        team.enlist(serve, (2, counts))
+        team.enlist(serve, (counts,))
     team.close()
     team.close()
 
@@ -143,3 +149,33 @@ print("done")
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
     )
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+@njit(nogil=True)
+def late(state, member):  # type: ignore[no-untyped-def]
+    num_members = wait_for_step(state, member)
+    while num_members:
+        usleep(np.uint32(20_000))
+        barrier(state, num_members)
+        num_members = wait_for_step(state, member)
+
+
+@njit(nogil=True)
+def lead_late(state, num_members):  # type: ignore[no-untyped-def]
+    begin_step(state, num_members)
+    began = cycles()
+    barrier(state, num_members)
+    return cycles() - began
+
+
+@needs_enlisting
+def test_long_waits_are_counted() -> None:
+    team = Team(2)
+    lead_late(np.zeros(64, np.int64), 1)
+    team.enlist(late, ())
+    time = lead_late(team.state, 2)
+    assert 0.5 * time < team.take_waited() <= time
+    assert team.take_waited() == 0
+    lead_late(team.state, 1)  # nobody to wait for
+    assert team.take_waited() == 0
+    team.close()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import attention_simd, step
+from .attendance import Attendance
 from .gguf import Tensor
 from .isa import host_isa
 from .kv_cache import KVCache
@@ -60,6 +61,7 @@ class FastPath:
         self._memory = threading.Thread(target=_write_to, args=fresh, name="cllm-kylin-memory", daemon=True)
         self._memory.start()
         self._is_enlisted = False
+        self._attendance = Attendance(team.num_threads)
 
     def prepare(self, progress: Progress) -> None:
         """Compiles and repacks. To be called once, before anything else."""
@@ -74,7 +76,7 @@ class FastPath:
     def forward(self, embeddings: Floats, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
         """Logits float32[R, V] of embeddings float32[T, D]; valid until the next call."""
         if not self._is_enlisted:
-            self._team.enlist(step.serve, (self._team.num_threads, *self._program.arguments))
+            self._team.enlist(step.serve, self._program.arguments)
             self._is_enlisted = True
         order = np.argsort(logit_rows // MAX_TOKENS, kind="stable")
         rows = logit_rows[order]
@@ -143,7 +145,9 @@ class FastPath:
 
     def _run(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
         self._program.set_inputs(embeddings, slots, positions, rows, logits)
-        step.lead(self._team.state, self._team.num_threads, *self._program.arguments)
+        num_members = self._attendance.of_step(len(embeddings))
+        time = step.lead(self._team.state, num_members, *self._program.arguments)
+        self._attendance.learn(len(embeddings), time, self._team.take_waited())
         if self._weights.output.bias is not None:
             logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias
 

@@ -24,19 +24,23 @@ from .team import barrier, begin_step, wait_for_step
 
 
 @kernel
-def serve(state, member, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
+def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
     """What the members 1, 2, .. of a team do until it ends."""
-    while wait_for_step(state, member):
+    num_members = wait_for_step(state, member)
+    while num_members:
         _run(state, member, num_members, sets, program, phase_cycles)
+        num_members = wait_for_step(state, member)
 
 
 @kernel
 def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
-    """One step, begun and joined by member 0. X holds the embeddings; the cache counts the tokens as held.
+    """One step, begun and joined by member 0; the cycles that it took. X holds the embeddings; the cache counts the
+    tokens as held.
 
     sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
     int64[len(PHASE_NAMES)], added to.
     """
+    began = cycles()
     for m in sets:
         tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
         m[Field.NUM_TILES] = find_tiles(
@@ -47,6 +51,7 @@ def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-un
             program[number, OPERANDS + LINE * member] = 0
     begin_step(state, num_members)
     _run(state, 0, num_members, sets, program, phase_cycles)
+    return cycles() - began
 
 
 @inlined
@@ -78,7 +83,7 @@ def compile_loops() -> None:
     """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table = types.int64[::1], types.int64[:, ::1]
     lead.compile((numbers, types.int64, table, table, numbers))
-    serve.compile((numbers, types.int64, types.int64, table, table, numbers))
+    serve.compile((numbers, types.int64, table, table, numbers))
 
 
 @cache

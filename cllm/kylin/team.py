@@ -19,13 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jit import inlined, kernel
-from .native import atomic_add, atomic_load, pause, sched_yield, sem_init, sem_post, sem_wait
+from .native import atomic_add, atomic_load, cycles, pause, sched_yield, sem_init, sem_post, sem_wait
 
 CAN_ENLIST = sys.platform == "linux"  # unnamed semaphores
 
 _Work = tuple[Callable[[int, int], None], int, int]
 _LINE = 8  # int64s of a cache line: what different threads write stands on different lines
-_STOP, _ARRIVED, _SEMAPHORES = 0, _LINE, 2 * _LINE  # places in a team's state; one semaphore a line
+# Places in a team's state: whether it ends; who takes part in the step; how many had arrived at barriers when it began;
+# cycles waited; arrivals, on a line of their own; semaphores, one a line.
+_STOP, _PRESENT, _BEFORE, _WAITED, _ARRIVED, _SEMAPHORES = 0, 1, 2, 3, _LINE, 2 * _LINE
 _SPINS = 1000  # before a waiting thread offers its core to others
 
 
@@ -76,7 +78,7 @@ class Team:
     def enlist(self, serve: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Starts `serve(state, member, *arguments)` for the members 1, 2, .. of the team, once.
 
-        `serve` is a kernel of the form `while wait_for_step(state, member): ...; barrier(state, num_members)`.
+        `serve` is a kernel of the form `while wait_for_step(state, member) > 0: ...; barrier(state, num_members)`.
         The caller is member 0, which begins each step with `begin_step`.
         """
         if self._members:
@@ -89,6 +91,12 @@ class Team:
             )
             self._members.append(thread)
             thread.start()
+
+    def take_waited(self) -> int:
+        """Cycles that members have waited at barriers since the last call, but for waits of some microseconds."""
+        waited = int(self.state[_WAITED])
+        self.state[_WAITED] = 0
+        return waited
 
     def close(self) -> None:
         """Ends the helpers."""
@@ -130,35 +138,43 @@ def _init_semaphores(state, num_members):  # type: ignore[no-untyped-def]
 
 @kernel
 def begin_step(state, num_members):  # type: ignore[no-untyped-def]
-    """Wakes the members 1, 2, .. of a team."""
+    """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in this step."""
+    state[_PRESENT] = num_members
+    state[_BEFORE] = atomic_load(state.ctypes.data + 8 * _ARRIVED)
     for member in range(1, num_members):
         sem_post(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member))
 
 
 @kernel
 def wait_for_step(state, member):  # type: ignore[no-untyped-def]
-    """Sleeps, outside Python, until the next step begins; False when the team ends instead."""
+    """Sleeps, outside Python, until a step begins; how many take part in it, 0 when the team ends instead."""
     while sem_wait(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member)) != 0:
         pass  # a signal came between
-    return state[_STOP] == 0
+    return 0 if state[_STOP] else state[_PRESENT]
 
 
 @inlined
 def barrier(state, num_members):  # type: ignore[no-untyped-def]
-    """Returns when all members have come here as often as this one; what they wrote is visible then."""
+    """Returns when all who take part have come here as often as this one; what they wrote is visible then."""
     if num_members == 1:
         return
-    address = state.ctypes.data + 8 * _ARRIVED
-    wait_for_count(address, (atomic_add(address, 1) // num_members + 1) * num_members)
+    address, before = state.ctypes.data + 8 * _ARRIVED, state[_BEFORE]
+    arrived = atomic_add(address, 1) - before
+    waited = wait_for_count(address, before + (arrived // num_members + 1) * num_members)
+    if waited:
+        atomic_add(state.ctypes.data + 8 * _WAITED, waited)
 
 
 @inlined
 def wait_for_count(address, target):  # type: ignore[no-untyped-def]
-    """Returns when the counter at an address has come to `target`."""
-    spins = 0
+    """Returns when the counter at an address has come to `target`: cycles since others were offered the core, or 0."""
+    spins, since = 0, 0
     while atomic_load(address) < target:
         spins += 1
         if spins < _SPINS:
             pause()
         else:
+            if spins == _SPINS:
+                since = cycles()
             sched_yield()
+    return cycles() - since if spins >= _SPINS else 0
