@@ -99,12 +99,13 @@ class Runner:
                 self.backend.truncate(slot, test.depth)
                 self._lengths[slot] = test.depth
             self.fill(slot, test.depth - self._lengths[slot])
-        started = time.perf_counter()
         if test.is_decode:
-            for _ in range(test.num_tokens):
-                self._step(slots, [1] * len(slots))
+            batches = [self._next_batch(slots, [1] * len(slots)) for _ in range(test.num_tokens)]
         else:
-            self.fill(0, test.num_tokens)
+            batches = self._prompt(0, test.num_tokens)
+        started = time.perf_counter()  # batches are no part of a backend's work
+        for batch in batches:
+            self.backend.launch(batch).logits()
         return test.num_tokens * test.batch / (time.perf_counter() - started)
 
     def phase_cycles(self) -> Counter[str]:
@@ -119,27 +120,30 @@ class Runner:
                 self._lengths[slot] = 0
 
     def fill(self, slot: int, num_tokens: int) -> None:
-        """`num_tokens` more tokens in a slot, in steps as large as may be."""
-        while num_tokens > 0:
-            count = min(num_tokens, self.backend.info.max_num_batched_tokens)
-            self._step([slot], [count])
-            num_tokens -= count
+        """`num_tokens` more tokens in a slot."""
+        for batch in self._prompt(slot, num_tokens):
+            self.backend.launch(batch).logits()
 
-    def _step(self, slots: list[int], counts: list[int]) -> None:
+    def _prompt(self, slot: int, num_tokens: int) -> list[Batch]:
+        """`num_tokens` more tokens in a slot, in steps as large as may be."""
+        largest = self.backend.info.max_num_batched_tokens
+        counts = [min(largest, num_tokens - at) for at in range(0, num_tokens, largest)]
+        return [self._next_batch([slot], [count]) for count in counts]
+
+    def _next_batch(self, slots: list[int], counts: list[int]) -> Batch:
         """`counts[i]` tokens more in `slots[i]`, with the logits of the last one of each."""
-        total = sum(counts)
-        positions = [
-            self._lengths[slot] + at for slot, n in zip(slots, counts, strict=True) for at in range(n)
-        ]
-        batch = Batch(
-            token_ids=self._random.integers(0, min(1000, self.backend.info.vocab_size), total, np.int32),
+        positions: list[int] = []
+        for slot, count in zip(slots, counts, strict=True):
+            positions += range(self._lengths[slot], self._lengths[slot] + count)
+            self._lengths[slot] += count
+        return Batch(
+            token_ids=self._random.integers(
+                0, min(1000, self.backend.info.vocab_size), sum(counts), np.int32
+            ),
             positions=np.array(positions, np.int32),
             slots=np.repeat(np.array(slots, np.int32), counts),
             logit_rows=(np.cumsum(counts) - 1).astype(np.int32),
         )
-        self.backend.launch(batch).logits()
-        for slot, count in zip(slots, counts, strict=True):
-            self._lengths[slot] += count
 
 
 def measure(configs: dict[str, EngineConfig], rounds: int, ceilings: Ceilings) -> list[Result]:

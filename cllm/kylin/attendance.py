@@ -6,13 +6,12 @@ two members on two cores made half of their speed, and one alone makes more. It 
 
 from __future__ import annotations
 
-from collections import deque
 from statistics import median
 
 FEW_TOKENS = (
     32  # steps of more are left alone: each lasts long, and a trial would cost more than it can bring
 )
-WINDOW = 8  # steps that are looked at before anything is tried
+WINDOW = 8  # steps that are looked at, from one that was held up on, before anything is tried
 TRIAL = 4  # steps with fewer members
 REST = 32  # steps for which what a trial has shown holds; twice as many each further time
 LONGEST_REST = 256
@@ -29,10 +28,13 @@ class Attendance:
     def __init__(self, num_members: int) -> None:
         self._all = self._present = num_members
         self._num_tokens = 0
-        self._recent: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # time, and whether it was held up
+        self._recent: list[
+            tuple[int, bool]
+        ] = []  # time, and whether it was held up: of the window, or of the trial
         self._before: tuple[int, float] | None = None  # during a trial: members and time before it
         self._fewer = 1  # by which the next trial has fewer members
         self._rest = self._next_rest = 0
+        self._is_back = False  # whether a rest has just ended
 
     def of_step(self, num_tokens: int) -> int:
         """How many members are to take part in a step of so many tokens."""
@@ -40,33 +42,35 @@ class Attendance:
 
     def learn(self, num_tokens: int, time: int, waited: int) -> None:
         """Such a step took `time`, in which the members together waited for each other for `waited`."""
-        if num_tokens > FEW_TOKENS or self._all == 1:
+        is_held_up = waited > _IS_LONG * time * (self._present - 1)
+        is_usual = not (is_held_up or self._recent or self._before or self._rest or self._is_back)
+        if num_tokens > FEW_TOKENS or is_usual:
+            return
+        if self._rest:
+            self._rest -= 1
+            if not self._rest:
+                self._present, self._is_back = self._all, True
             return
         if num_tokens != self._num_tokens:  # not to be compared with those before
             self._num_tokens = num_tokens
             self._end_trial(has_helped=False)
-        self._recent.append((time, waited > _IS_LONG * time * (self._present - 1)))
-        self._rest = max(self._rest - 1, 0)
+        self._recent.append((time, is_held_up))
         if self._before is not None:
             if len(self._recent) == TRIAL:
-                self._next_rest = self._rest = min(max(REST, 2 * self._next_rest), LONGEST_REST)
+                self._rest = self._next_rest = min(max(REST, 2 * self._next_rest), LONGEST_REST)
                 self._end_trial(has_helped=self._usual_time() < self._before[1])
-        elif not self._rest:
-            if self._present < self._all:
-                self._present = self._all
-                self._recent.clear()
-            elif len(self._recent) == WINDOW:
-                self._look_back()
+        elif len(self._recent) == WINDOW:
+            self._look_back()
 
     def _look_back(self) -> None:
         """Begins a trial where most steps were held up."""
-        num_held_up = sum(is_held_up for _, is_held_up in self._recent)
-        if num_held_up >= WINDOW * 3 // 4:
+        if sum(is_held_up for _, is_held_up in self._recent) >= WINDOW * 3 // 4:
             self._before = self._present, self._usual_time()
             self._present = max(self._present - self._fewer, 1)
-            self._recent.clear()
-        elif not num_held_up:
+        else:
             self._next_rest, self._fewer = 0, 1
+        self._is_back = False
+        self._recent.clear()
 
     def _end_trial(self, *, has_helped: bool) -> None:
         if self._before is not None and not has_helped:

@@ -78,6 +78,10 @@ class FastPath:
         if not self._is_enlisted:
             self._team.enlist(step.serve, self._program.arguments)
             self._is_enlisted = True
+        if len(embeddings) <= MAX_TOKENS:
+            logits = self._logit_buffer(len(logit_rows))
+            self._run(embeddings, slots, positions, logit_rows, logits)
+            return logits[:, : self._weights.shape.vocab_size]
         order = np.argsort(logit_rows // MAX_TOKENS, kind="stable")
         rows = logit_rows[order]
         logits = self._logit_buffer(len(rows))
@@ -146,8 +150,8 @@ class FastPath:
     def _run(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
         self._program.set_inputs(embeddings, slots, positions, rows, logits)
         num_members = self._attendance.of_step(len(embeddings))
-        time = step.lead(self._team.state, num_members, *self._program.arguments)
-        self._attendance.learn(len(embeddings), time, self._team.take_waited())
+        times = step.lead(self._team.state, num_members, *self._program.arguments)
+        self._attendance.learn(len(embeddings), *times)
         if self._weights.output.bias is not None:
             logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias
 

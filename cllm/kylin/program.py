@@ -19,14 +19,14 @@ from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
 from .rounding import KIND_OF, compiled_rounding, records_shape
-from .step import phase_address
+from .step import phase_address, set_inputs
 from .weights import Floats, Linear, ModelShape, Weights
 
 Ids = NDArray[np.int32]
 _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
 _Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
 _OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
-_OF_ALL, _OF_WANTED = 0, 1  # places in the arrays of which each set of tokens has its own
+_OF_WANTED = 1  # the second place in the arrays of which two sets of tokens have their own
 _OWN = ("X", "SLOTS", "POSITIONS", "TILES")
 
 
@@ -47,14 +47,7 @@ class Program:
 
     def set_inputs(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
         """What the next step computes: logits float32[>= R, padded V] of `rows` of embeddings float32[T, D]."""
-        num_tokens, num_rows = len(embeddings), len(rows)
-        self.arrays["X"][_OF_ALL, :num_tokens] = embeddings
-        for name, values in (("SLOTS", slots), ("POSITIONS", positions)):
-            self.arrays[name][_OF_ALL, :num_tokens] = values
-            self.arrays[name][_OF_WANTED, :num_rows] = values[rows]
-        self.arrays["SOURCES"][:num_rows] = rows
-        are_all_wanted = np.array_equal(rows, np.arange(num_tokens))
-        self.sets[:, Field.NUM_TOKENS] = num_tokens, 0 if are_all_wanted else num_tokens, num_rows
+        set_inputs(self.sets, embeddings, slots, positions, rows)
         self.matrices[-1, layout.OUT] = logits.ctypes.data
 
 

@@ -17,10 +17,23 @@ from numba import types
 
 from .attention_simd import find_tiles
 from .jit import inlined, intrinsic, kernel, native_function
-from .layout import COUNTED_AS, FUNCTION, LINE, MAX_TOKENS, OPERANDS, TOKENS, Field, ints
+from .layout import (
+    ALL,
+    COUNTED_AS,
+    FUNCTION,
+    KEYS_ONLY,
+    LINE,
+    MAX_TOKENS,
+    OPERANDS,
+    TOKENS,
+    WANTED,
+    Field,
+    floats,
+    ints,
+)
 from .native import carray, cycles, pointer
 from .simd import I64
-from .team import barrier, begin_step, wait_for_step
+from .team import barrier, begin_step, take_waited, wait_for_step
 
 
 @kernel
@@ -33,9 +46,29 @@ def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untype
 
 
 @kernel
+def set_inputs(sets, embeddings, slots, positions, rows):  # type: ignore[no-untyped-def]
+    """What the next step computes: embeddings float32[T, D], slots and positions int32[T]; rows int32[R], the tokens
+    whose logits are wanted. sets int64[sets of tokens, NUM_FIELDS]."""
+    num_tokens, num_rows = len(embeddings), len(rows)
+    every, wanted = sets[ALL], sets[WANTED]
+    floats(every[Field.X], (MAX_TOKENS, embeddings.shape[1]))[:num_tokens] = embeddings
+    ints(every[Field.SLOTS])[:num_tokens] = slots
+    ints(every[Field.POSITIONS])[:num_tokens] = positions
+    are_all_wanted = num_rows == num_tokens
+    for number in range(num_rows):
+        row = rows[number]
+        ints(wanted[Field.SLOTS])[number] = slots[row]
+        ints(wanted[Field.POSITIONS])[number] = positions[row]
+        ints(wanted[Field.SOURCES])[number] = row
+        are_all_wanted = are_all_wanted and row == number
+    every[Field.NUM_TOKENS], wanted[Field.NUM_TOKENS] = num_tokens, num_rows
+    sets[KEYS_ONLY, Field.NUM_TOKENS] = 0 if are_all_wanted else num_tokens
+
+
+@kernel
 def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
-    """One step, begun and joined by member 0; the cycles that it took. X holds the embeddings; the cache counts the
-    tokens as held.
+    """One step of the inputs set before, begun and joined by member 0: (cycles, cycles that members waited for others).
+    The cache counts the tokens as held.
 
     sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
     int64[len(PHASE_NAMES)], added to.
@@ -51,7 +84,7 @@ def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-un
             program[number, OPERANDS + LINE * member] = 0
     begin_step(state, num_members)
     _run(state, 0, num_members, sets, program, phase_cycles)
-    return cycles() - began
+    return cycles() - began, take_waited(state)
 
 
 @inlined
@@ -80,8 +113,9 @@ def call_phase(typing_context, address, m, row, member, num_members):  # type: i
 
 
 def compile_loops() -> None:
-    """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
-    numbers, table = types.int64[::1], types.int64[:, ::1]
+    """Compiles `set_inputs`, `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
+    numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
+    set_inputs.compile((table, types.float32[:, ::1], ids, ids, ids))
     lead.compile((numbers, types.int64, table, table, numbers))
     serve.compile((numbers, types.int64, table, table, numbers))
 

@@ -92,12 +92,6 @@ class Team:
             self._members.append(thread)
             thread.start()
 
-    def take_waited(self) -> int:
-        """Cycles that members have waited at barriers since the last call, but for waits of some microseconds."""
-        waited = int(self.state[_WAITED])
-        self.state[_WAITED] = 0
-        return waited
-
     def close(self) -> None:
         """Ends the helpers."""
         self._end()
@@ -163,6 +157,13 @@ def barrier(state, num_members):  # type: ignore[no-untyped-def]
     waited = wait_for_count(address, before + (arrived // num_members + 1) * num_members)
     if waited:
         atomic_add(state.ctypes.data + 8 * _WAITED, waited)
+
+
+@inlined
+def take_waited(state):  # type: ignore[no-untyped-def]
+    """Cycles that members have waited at barriers since the last call, but for waits of some microseconds."""
+    waited, state[_WAITED] = state[_WAITED], 0
+    return waited
 
 
 @inlined
