@@ -34,6 +34,7 @@ LEVELS = [
         "kylin/plain_blocks.py",
         "kylin/plain_kernels.py",
         "kylin/plain.py",
+        "kylin/embedding.py",
         "kylin/ops.py",
         "kylin/ops_simd.py",
         "kylin/attention.py",

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from ..hooks import Tap
 from . import attention, ops, plain
+from .embedding import look_up
 from .fast import FastPath, Progress, can_run_fast
 from .kv_cache import KVCache, to_stored
-from .quants import ACTIVATION_ROUNDING, dequantize
+from .quants import ACTIVATION_ROUNDING
 from .rope import rope_table
 from .team import Team
 from .weights import Block, Floats, Linear, Weights
@@ -86,8 +87,7 @@ class Model:
         `hook_pattern` is not among them, since this pass never holds a whole pattern. What a tap is shown
         may be overwritten afterwards: it copies what it keeps. The result is valid until the next call.
         """
-        embd = self.weights.token_embd
-        x = dequantize(embd.data[batch.token_ids], embd.type)  # [T, D]
+        x = look_up(self.weights.token_embd, batch.token_ids)  # [T, D]
         if self._fast and tap is None:
             return self._fast.forward(x, batch.slots, batch.positions, batch.logit_rows)
         x = _see(tap, "hook_embed", x)

@@ -1,0 +1,101 @@
+"""Rows of the embedding as float32, bit for bit as `quants.dequantize` decodes them.
+
+A step of one token needs one row, for which NumPy's two dozen calls take 100 microseconds, whose code and arrays come
+from memory behind the weights; compiled code takes a few. It knows tensors and ids, no model.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from . import plain_blocks as pb
+from .gguf import Tensor
+from .jit import inlined, kernel
+from .plain_blocks import half
+from .quants import dequantize
+
+Array = np.ndarray[Any, Any]
+
+_F32 = np.float32
+
+
+def look_up(embedding: Tensor, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The rows `ids` int32[T] of an embedding of D columns: float32[T, D]. The ids must lie within it."""
+    decode = _KERNELS.get(embedding.type)
+    if decode is None:
+        return dequantize(embedding.data[ids], embedding.type)
+    block_size, block_bytes = GGML_QUANT_SIZES[embedding.type]
+    num_rows, num_columns = embedding.shape
+    rows = np.empty((len(ids), num_columns // block_size, block_size), _F32)
+    decode(embedding.data.reshape(num_rows, -1, block_bytes), ids, rows)
+    return rows.reshape(len(ids), num_columns)
+
+
+@inlined
+def _scratch() -> Any:
+    """(quants, scales, mins, products) of one block of 256, for the unpackers."""
+    return np.empty(256, np.uint8), np.empty(16, np.int16), np.empty(16, np.int32), np.empty(256, np.int16)
+
+
+@inlined
+def _scale_with_mins(block: Array, quants: Array, scales: Array, mins: Array, out: Array) -> None:
+    d, dmin = half(block, 0), half(block, 2)
+    for j in range(8):
+        scale, least = _F32(d * _F32(scales[j])), _F32(dmin * _F32(mins[j]))
+        for i in range(32 * j, 32 * j + 32):
+            out[i] = _F32(_F32(scale * _F32(quants[i])) - least)
+
+
+@kernel
+def _rows_q4_k(data: Array, ids: Array, out: Array) -> None:
+    quants, scales, mins, products = _scratch()
+    for t in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            pb.unpack_q4_k(data[ids[t], b], quants, scales, products, mins)
+            _scale_with_mins(data[ids[t], b], quants, scales, mins, out[t, b])
+
+
+@kernel
+def _rows_q5_k(data: Array, ids: Array, out: Array) -> None:
+    quants, scales, mins, products = _scratch()
+    for t in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            pb.unpack_q5_k(data[ids[t], b], quants, scales, products, mins)
+            _scale_with_mins(data[ids[t], b], quants, scales, mins, out[t, b])
+
+
+@kernel
+def _rows_q6_k(data: Array, ids: Array, out: Array) -> None:
+    quants, scales, _, products = _scratch()
+    for t in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            block = data[ids[t], b]
+            pb.unpack_q6_k(block, quants, scales, products)
+            d = half(block, 208)
+            for j in range(16):
+                scale = _F32(d * _F32(scales[j]))
+                for i in range(16 * j, 16 * j + 16):
+                    out[t, b, i] = _F32(scale * _F32(np.int16(quants[i]) - np.int16(32)))
+
+
+@kernel
+def _rows_q8_0(data: Array, ids: Array, out: Array) -> None:
+    for t in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            block = data[ids[t], b]
+            d = half(block, 0)
+            for i in range(32):
+                out[t, b, i] = _F32(d * _F32(np.int8(block[2 + i])))
+
+
+_T = GGMLQuantizationType
+
+# The types that embeddings have in practice.
+_KERNELS: MappingProxyType[GGMLQuantizationType, Any] = MappingProxyType(
+    {_T.Q4_K: _rows_q4_k, _T.Q5_K: _rows_q5_k, _T.Q6_K: _rows_q6_k, _T.Q8_0: _rows_q8_0}
+)
