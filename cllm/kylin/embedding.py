@@ -22,6 +22,8 @@ from .quants import dequantize
 Array = np.ndarray[Any, Any]
 
 _F32 = np.float32
+_T = GGMLQuantizationType
+_Q4_K_BYTES = GGML_QUANT_SIZES[_T.Q4_K][1]
 
 
 def look_up(embedding: Tensor, ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -42,31 +44,22 @@ def _scratch() -> Any:
     return np.empty(256, np.uint8), np.empty(16, np.int16), np.empty(16, np.int32), np.empty(256, np.int16)
 
 
-@inlined
-def _scale_with_mins(block: Array, quants: Array, scales: Array, mins: Array, out: Array) -> None:
-    d, dmin = half(block, 0), half(block, 2)
-    for j in range(8):
-        scale, least = _F32(d * _F32(scales[j])), _F32(dmin * _F32(mins[j]))
-        for i in range(32 * j, 32 * j + 32):
-            out[i] = _F32(_F32(scale * _F32(quants[i])) - least)
-
-
 @kernel
-def _rows_q4_k(data: Array, ids: Array, out: Array) -> None:
+def _rows_with_mins(data: Array, ids: Array, out: Array) -> None:
+    """Q4_K and Q5_K, which the bytes of a block tell apart."""
     quants, scales, mins, products = _scratch()
     for t in range(out.shape[0]):
         for b in range(out.shape[1]):
-            pb.unpack_q4_k(data[ids[t], b], quants, scales, products, mins)
-            _scale_with_mins(data[ids[t], b], quants, scales, mins, out[t, b])
-
-
-@kernel
-def _rows_q5_k(data: Array, ids: Array, out: Array) -> None:
-    quants, scales, mins, products = _scratch()
-    for t in range(out.shape[0]):
-        for b in range(out.shape[1]):
-            pb.unpack_q5_k(data[ids[t], b], quants, scales, products, mins)
-            _scale_with_mins(data[ids[t], b], quants, scales, mins, out[t, b])
+            block = data[ids[t], b]
+            if data.shape[2] == _Q4_K_BYTES:
+                pb.unpack_q4_k(block, quants, scales, products, mins)
+            else:
+                pb.unpack_q5_k(block, quants, scales, products, mins)
+            d, dmin = half(block, 0), half(block, 2)
+            for j in range(8):
+                scale, least = _F32(d * _F32(scales[j])), _F32(dmin * _F32(mins[j]))
+                for i in range(32 * j, 32 * j + 32):
+                    out[t, b, i] = _F32(_F32(scale * _F32(quants[i])) - least)
 
 
 @kernel
@@ -93,9 +86,7 @@ def _rows_q8_0(data: Array, ids: Array, out: Array) -> None:
                 out[t, b, i] = _F32(d * _F32(np.int8(block[2 + i])))
 
 
-_T = GGMLQuantizationType
-
 # The types that embeddings have in practice.
 _KERNELS: MappingProxyType[GGMLQuantizationType, Any] = MappingProxyType(
-    {_T.Q4_K: _rows_q4_k, _T.Q5_K: _rows_q5_k, _T.Q6_K: _rows_q6_k, _T.Q8_0: _rows_q8_0}
+    {_T.Q4_K: _rows_with_mins, _T.Q5_K: _rows_with_mins, _T.Q6_K: _rows_q6_k, _T.Q8_0: _rows_q8_0}
 )
