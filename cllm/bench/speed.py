@@ -136,10 +136,9 @@ class Runner:
         for slot, count in zip(slots, counts, strict=True):
             positions += range(self._lengths[slot], self._lengths[slot] + count)
             self._lengths[slot] += count
+        num_ids = min(1000, self.backend.info.vocab_size)
         return Batch(
-            token_ids=self._random.integers(
-                0, min(1000, self.backend.info.vocab_size), sum(counts), np.int32
-            ),
+            token_ids=self._random.integers(0, num_ids, sum(counts), np.int32),
             positions=np.array(positions, np.int32),
             slots=np.repeat(np.array(slots, np.int32), counts),
             logit_rows=(np.cumsum(counts) - 1).astype(np.int32),

@@ -28,9 +28,7 @@ class Attendance:
     def __init__(self, num_members: int) -> None:
         self._all = self._present = num_members
         self._num_tokens = 0
-        self._recent: list[
-            tuple[int, bool]
-        ] = []  # time, and whether it was held up: of the window, or of the trial
+        self._recent: list[tuple[int, bool]] = []  # time and whether held up, of a window or a trial
         self._before: tuple[int, float] | None = None  # during a trial: members and time before it
         self._fewer = 1  # by which the next trial has fewer members
         self._rest = self._next_rest = 0
