@@ -8,9 +8,7 @@ import pytest
 
 from cllm.kylin.attendance import FEW_TOKENS, LONGEST_REST, REST, TRIAL, WINDOW, Attendance
 
-Machine = Callable[
-    [int], tuple[int, int]
-]  # members present -> time of a step, time waited by all of them together
+Machine = Callable[[int], tuple[int, int]]  # members -> time of a step, time waited by all together
 
 
 def run(attendance: Attendance, machine: Machine, num_steps: int, num_tokens: int = 1) -> list[int]:

@@ -104,8 +104,7 @@ class Runner:
         else:
             batches = self._prompt(0, test.num_tokens)
         started = time.perf_counter()  # batches are no part of a backend's work
-        for batch in batches:
-            self.backend.launch(batch).logits()
+        self._compute(batches)
         return test.num_tokens * test.batch / (time.perf_counter() - started)
 
     def phase_cycles(self) -> Counter[str]:
@@ -121,7 +120,10 @@ class Runner:
 
     def fill(self, slot: int, num_tokens: int) -> None:
         """`num_tokens` more tokens in a slot."""
-        for batch in self._prompt(slot, num_tokens):
+        self._compute(self._prompt(slot, num_tokens))
+
+    def _compute(self, batches: list[Batch]) -> None:
+        for batch in batches:
             self.backend.launch(batch).logits()
 
     def _prompt(self, slot: int, num_tokens: int) -> list[Batch]:

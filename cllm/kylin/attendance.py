@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from statistics import median
 
-FEW_TOKENS = (
-    32  # steps of more are left alone: each lasts long, and a trial would cost more than it can bring
-)
+FEW_TOKENS = 32  # steps of more are left alone: a trial would cost more than it can bring
 WINDOW = 8  # steps that are looked at, from one that was held up on, before anything is tried
 TRIAL = 4  # steps with fewer members
 REST = 32  # steps for which what a trial has shown holds; twice as many each further time
@@ -31,8 +29,8 @@ class Attendance:
         self._recent: list[tuple[int, bool]] = []  # time and whether held up, of a window or a trial
         self._before: tuple[int, float] | None = None  # during a trial: members and time before it
         self._fewer = 1  # by which the next trial has fewer members
-        self._rest = self._next_rest = 0
-        self._is_back = False  # whether a rest has just ended
+        self._rest = 0  # steps for which the last trial still holds
+        self._last_rest = 0  # as it began; 0 where most steps since were not held up
 
     def of_step(self, num_tokens: int) -> int:
         """How many members are to take part in a step of so many tokens."""
@@ -41,13 +39,13 @@ class Attendance:
     def learn(self, num_tokens: int, time: int, waited: int) -> None:
         """Such a step took `time`, in which the members together waited for each other for `waited`."""
         is_held_up = waited > _IS_LONG * time * (self._present - 1)
-        is_usual = not (is_held_up or self._recent or self._before or self._rest or self._is_back)
+        is_usual = not (is_held_up or self._recent or self._before or self._last_rest)
         if num_tokens > FEW_TOKENS or is_usual:
             return
         if self._rest:
             self._rest -= 1
             if not self._rest:
-                self._present, self._is_back = self._all, True
+                self._present = self._all
             return
         if num_tokens != self._num_tokens:  # not to be compared with those before
             self._num_tokens = num_tokens
@@ -55,7 +53,7 @@ class Attendance:
         self._recent.append((time, is_held_up))
         if self._before is not None:
             if len(self._recent) == TRIAL:
-                self._rest = self._next_rest = min(max(REST, 2 * self._next_rest), LONGEST_REST)
+                self._rest = self._last_rest = min(max(REST, 2 * self._last_rest), LONGEST_REST)
                 self._end_trial(has_helped=self._usual_time() < self._before[1])
         elif len(self._recent) == WINDOW:
             self._look_back()
@@ -66,8 +64,7 @@ class Attendance:
             self._before = self._present, self._usual_time()
             self._present = max(self._present - self._fewer, 1)
         else:
-            self._next_rest, self._fewer = 0, 1
-        self._is_back = False
+            self._last_rest, self._fewer = 0, 1
         self._recent.clear()
 
     def _end_trial(self, *, has_helped: bool) -> None:

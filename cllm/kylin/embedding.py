@@ -32,10 +32,10 @@ def look_up(embedding: Tensor, ids: NDArray[np.int32]) -> NDArray[np.float32]:
     if decode is None:
         return dequantize(embedding.data[ids], embedding.type)
     block_size, block_bytes = GGML_QUANT_SIZES[embedding.type]
-    num_rows, num_columns = embedding.shape
-    rows = np.empty((len(ids), num_columns // block_size, block_size), _F32)
-    decode(embedding.data.reshape(num_rows, -1, block_bytes), ids, rows)
-    return rows.reshape(len(ids), num_columns)
+    blocks = embedding.data[ids].reshape(-1, block_bytes)
+    values = np.empty((len(blocks), block_size), _F32)
+    decode(blocks, values)
+    return values.reshape(len(ids), -1)
 
 
 @inlined
@@ -45,48 +45,42 @@ def _scratch() -> Any:
 
 
 @kernel
-def _rows_with_mins(data: Array, ids: Array, out: Array) -> None:
+def _decode_with_mins(blocks: Array, out: Array) -> None:
     """Q4_K and Q5_K, which the bytes of a block tell apart."""
     quants, scales, mins, products = _scratch()
-    for t in range(out.shape[0]):
-        for b in range(out.shape[1]):
-            block = data[ids[t], b]
-            if data.shape[2] == _Q4_K_BYTES:
-                pb.unpack_q4_k(block, quants, scales, products, mins)
-            else:
-                pb.unpack_q5_k(block, quants, scales, products, mins)
-            d, dmin = half(block, 0), half(block, 2)
-            for j in range(8):
-                scale, least = _F32(d * _F32(scales[j])), _F32(dmin * _F32(mins[j]))
-                for i in range(32 * j, 32 * j + 32):
-                    out[t, b, i] = _F32(_F32(scale * _F32(quants[i])) - least)
+    for b in range(len(blocks)):
+        if blocks.shape[1] == _Q4_K_BYTES:
+            pb.unpack_q4_k(blocks[b], quants, scales, products, mins)
+        else:
+            pb.unpack_q5_k(blocks[b], quants, scales, products, mins)
+        d, dmin = half(blocks[b], 0), half(blocks[b], 2)
+        for j in range(8):
+            scale, least = _F32(d * _F32(scales[j])), _F32(dmin * _F32(mins[j]))
+            for i in range(32 * j, 32 * j + 32):
+                out[b, i] = _F32(_F32(scale * _F32(quants[i])) - least)
 
 
 @kernel
-def _rows_q6_k(data: Array, ids: Array, out: Array) -> None:
+def _decode_q6_k(blocks: Array, out: Array) -> None:
     quants, scales, _, products = _scratch()
-    for t in range(out.shape[0]):
-        for b in range(out.shape[1]):
-            block = data[ids[t], b]
-            pb.unpack_q6_k(block, quants, scales, products)
-            d = half(block, 208)
-            for j in range(16):
-                scale = _F32(d * _F32(scales[j]))
-                for i in range(16 * j, 16 * j + 16):
-                    out[t, b, i] = _F32(scale * _F32(np.int16(quants[i]) - np.int16(32)))
+    for b in range(len(blocks)):
+        pb.unpack_q6_k(blocks[b], quants, scales, products)
+        d = half(blocks[b], 208)
+        for j in range(16):
+            scale = _F32(d * _F32(scales[j]))
+            for i in range(16 * j, 16 * j + 16):
+                out[b, i] = _F32(scale * _F32(np.int16(quants[i]) - np.int16(32)))
 
 
 @kernel
-def _rows_q8_0(data: Array, ids: Array, out: Array) -> None:
-    for t in range(out.shape[0]):
-        for b in range(out.shape[1]):
-            block = data[ids[t], b]
-            d = half(block, 0)
-            for i in range(32):
-                out[t, b, i] = _F32(d * _F32(np.int8(block[2 + i])))
+def _decode_q8_0(blocks: Array, out: Array) -> None:
+    for b in range(len(blocks)):
+        d = half(blocks[b], 0)
+        for i in range(32):
+            out[b, i] = _F32(d * _F32(np.int8(blocks[b, 2 + i])))
 
 
-# The types that embeddings have in practice.
+# From uint8[B, block bytes] to float32[B, block size], for the types that embeddings have in practice.
 _KERNELS: MappingProxyType[GGMLQuantizationType, Any] = MappingProxyType(
-    {_T.Q4_K: _rows_with_mins, _T.Q5_K: _rows_with_mins, _T.Q6_K: _rows_q6_k, _T.Q8_0: _rows_q8_0}
+    {_T.Q4_K: _decode_with_mins, _T.Q5_K: _decode_with_mins, _T.Q6_K: _decode_q6_k, _T.Q8_0: _decode_q8_0}
 )

@@ -87,13 +87,12 @@ class Service:
         if self._num_preparing >= self._max_queue:
             raise QueueFullError(f"{self._num_preparing} requests are being read already")
         self._num_preparing += 1
-        started = time.perf_counter()
         try:
-            if size is not None and size <= SMALL:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            with self.timed("prepare"):
+                if size is not None and size <= SMALL:
+                    return work()
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
-            self.count("prepare", started)
             self._num_preparing -= 1
 
     def make_request(
