@@ -45,18 +45,9 @@ class Filled:
         self.store(self.k, self.v, 0, len(self.slots))
 
     def store(self, k: np.ndarray, v: np.ndarray, begin: int, end: int) -> None:
-        attention_simd.store_tokens(
-            k,
-            v,
-            self.keys,
-            self.values,
-            LAYER,
-            self.cache.tables,
-            self.slots,
-            self.positions,
-            begin,
-            end,
-        )
+        cache = (self.keys, self.values, LAYER, self.cache.tables)
+        for head in range(self.kv_heads):
+            attention_simd.store_head(k, v, *cache, self.slots, self.positions, head, begin, end)
 
     def attend(self, tokens: Any) -> np.ndarray:
         """z of the tokens at these indices, as one batch."""

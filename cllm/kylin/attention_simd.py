@@ -302,20 +302,17 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def store_tokens(k, v, keys, values, layer, tables, slots, positions, begin, end):  # type: ignore[no-untyped-def]
-    """Writes k, v float32[T, K, C] of the tokens begin <= t < end to their positions in the cache of a layer.
-
-    Head by head: tokens in a row write to the same 4 KB of a head's keys.
-    """
+def store_head(k, v, keys, values, layer, tables, slots, positions, head, begin, end):  # type: ignore[no-untyped-def]
+    """Writes one kv-head of k, v float32[T, K, C] of the tokens begin <= t < end to their positions in the cache of a
+    layer. Tokens in a row write to the same 4 KB of keys."""
     key = np.empty(k.shape[2], keys.dtype)
-    for head in range(k.shape[1]):
-        for token in range(begin, end):
-            number = tables[slots[token], positions[token] // BLOCK]
-            chunk, block, place = number // CHUNK, number % CHUNK, positions[token] % BLOCK
-            to_stored(k[token, head], key)
-            for channel in range(k.shape[2]):
-                keys[chunk, layer, head, block, channel, place] = key[channel]
-            to_stored(v[token, head], values[chunk, layer, head, block, place])
+    for token in range(begin, end):
+        number = tables[slots[token], positions[token] // BLOCK]
+        chunk, block, place = number // CHUNK, number % CHUNK, positions[token] % BLOCK
+        to_stored(k[token, head], key)
+        for channel in range(k.shape[2]):
+            keys[chunk, layer, head, block, channel, place] = key[channel]
+        to_stored(v[token, head], values[chunk, layer, head, block, place])
 
 
 def to_stored(x: Any, out: Any) -> None:

@@ -124,7 +124,8 @@ class FastPath:
         """Stores k and v [T, K, C], then attends: q [T, H, C] -> z [T, H, C]."""
         keys, values, tables = self._cache.keys, self._cache.values, self._cache.tables
         kv_heads = k.shape[1]
-        attention_simd.store_tokens(k, v, keys, values, layer, tables, slots, positions, 0, len(q))
+        for head in range(kv_heads):
+            attention_simd.store_head(k, v, keys, values, layer, tables, slots, positions, head, 0, len(q))
         tiles = np.empty((len(q), 2), np.int32)
         num_tiles = attention_simd.find_tiles(slots, positions, len(q), tiles)
         z = np.empty_like(q)

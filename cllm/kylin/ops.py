@@ -72,29 +72,39 @@ def rms_norm(x, weight, eps, out, begin, end):  # type: ignore[no-untyped-def]
             out[row, column] = x[row, column] * scale * weight[column]
 
 
+@inlined
+def turn_halves(x, cos, sin):  # type: ignore[no-untyped-def]
+    """Turns the pairs (i, i + C/2) of heads x [H, C] in place by the angles of one position; cos, sin [C/2]."""
+    half = cos.shape[0]
+    for head in range(x.shape[0]):
+        for i in range(half):
+            a, b = x[head, i], x[head, i + half]
+            x[head, i] = a * cos[i] - b * sin[i]
+            x[head, i + half] = a * sin[i] + b * cos[i]
+
+
+@inlined
+def turn_neighbours(x, cos, sin):  # type: ignore[no-untyped-def]
+    """As `turn_halves`, with the pairs (2i, 2i + 1)."""
+    for head in range(x.shape[0]):
+        for i in range(cos.shape[0]):
+            a, b = x[head, 2 * i], x[head, 2 * i + 1]
+            x[head, 2 * i] = a * cos[i] - b * sin[i]
+            x[head, 2 * i + 1] = a * sin[i] + b * cos[i]
+
+
 @kernel
 def rope_halves(x, positions, cos, sin, begin, end):  # type: ignore[no-untyped-def]
-    """Turns the pairs (i, i + C/2) of x [T, H, C] in place by the angles of its positions; cos, sin [P, C/2]."""
-    half = cos.shape[1]
+    """`turn_halves` of the tokens begin <= t < end of x [T, H, C], by their positions; cos, sin [P, C/2]."""
     for token in range(begin, end):
-        at = positions[token]
-        for head in range(x.shape[1]):
-            for i in range(half):
-                a, b = x[token, head, i], x[token, head, i + half]
-                x[token, head, i] = a * cos[at, i] - b * sin[at, i]
-                x[token, head, i + half] = a * sin[at, i] + b * cos[at, i]
+        turn_halves(x[token], cos[positions[token]], sin[positions[token]])
 
 
 @kernel
 def rope_neighbours(x, positions, cos, sin, begin, end):  # type: ignore[no-untyped-def]
-    """As `rope_halves`, with the pairs (2i, 2i + 1)."""
+    """As `rope_halves`, with `turn_neighbours`."""
     for token in range(begin, end):
-        at = positions[token]
-        for head in range(x.shape[1]):
-            for i in range(cos.shape[1]):
-                a, b = x[token, head, 2 * i], x[token, head, 2 * i + 1]
-                x[token, head, 2 * i] = a * cos[at, i] - b * sin[at, i]
-                x[token, head, 2 * i + 1] = a * sin[at, i] + b * cos[at, i]
+        turn_neighbours(x[token], cos[positions[token]], sin[positions[token]])
 
 
 @inlined

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import ops
-from .attention_simd import attend_tile, make_scratch, store_tokens
+from .attention_simd import attend_tile, make_scratch, store_head
 from .jit import inlined
 from .kv_cache import BLOCK
 from .layout import (
@@ -87,7 +87,8 @@ def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
-    Operands: norm of q and of k (0: none), the layer's number. Pieces: as many tokens as a block of the cache has.
+    Operands: norm of q and of k (0: none), the layer's number. Pieces: a kv-head with its queries, of as many tokens
+    as a block of the cache has, or where there are fewer of each member's share.
     """
     _rope_and_store(m_at, row_at, member, num_members, np.uint16)
 
@@ -108,26 +109,35 @@ def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[n
     positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     keys, values = keys_and_values(m, dtype)
-    begin, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], BLOCK)
-    while begin < end:
-        if row[3] != 0:
-            _norm_heads(m[Field.Q], row[3], m[Field.EPS], begin * heads, end * heads, width)
-            _norm_heads(m[Field.K], row[4], m[Field.EPS], begin * kv_heads, end * kv_heads, width)
-        if m[Field.HALVES]:
-            ops.rope_halves(q, positions, cos, sin, begin, end)
-            ops.rope_halves(k, positions, cos, sin, begin, end)
-        else:
-            ops.rope_neighbours(q, positions, cos, sin, begin, end)
-            ops.rope_neighbours(k, positions, cos, sin, begin, end)
-        store_tokens(k, v, keys, values, row[5], tables, slots, positions, begin, end)
-        begin, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], BLOCK)
+    num_tokens, group = m[Field.NUM_TOKENS], heads // kv_heads
+    block = min(BLOCK, (num_tokens + num_members - 1) // num_members)
+    num_items = (num_tokens + block - 1) // block * kv_heads if num_tokens else 0
+    item, stop = claim(row_at, member, num_members, num_items, 1)
+    while item < stop:
+        head, begin = item % kv_heads, item // kv_heads * block
+        end = min(begin + block, num_tokens)
+        for token in range(begin, end):
+            queries, key = q[token, group * head : group * (head + 1)], k[token, head : head + 1]
+            if row[3] != 0:
+                _norm_heads(queries, row[3], m[Field.EPS])
+                _norm_heads(key, row[4], m[Field.EPS])
+            at = positions[token]
+            if m[Field.HALVES]:
+                ops.turn_halves(queries, cos[at], sin[at])
+                ops.turn_halves(key, cos[at], sin[at])
+            else:
+                ops.turn_neighbours(queries, cos[at], sin[at])
+                ops.turn_neighbours(key, cos[at], sin[at])
+        store_head(k, v, keys, values, row[5], tables, slots, positions, head, begin, end)
+        item, stop = claim(row_at, member, num_members, num_items, 1)
 
 
 @inlined
-def _norm_heads(x, weight, eps, begin, end, width):  # type: ignore[no-untyped-def]
-    """The heads begin <= h < end of float32[.., width] at an address, normed in place."""
-    for head in range(begin, end):
-        norm_row(x + 4 * width * head, weight, eps, x + 4 * width * head, width)
+def _norm_heads(heads, weight, eps):  # type: ignore[no-untyped-def]
+    """float32[heads, width] normed in place."""
+    for head in range(len(heads)):
+        at = heads[head].ctypes.data
+        norm_row(at, weight, eps, at, heads.shape[1])
 
 
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
