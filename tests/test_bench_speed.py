@@ -53,6 +53,23 @@ def test_tests_fit_the_context() -> None:
     assert set(speed.TARGETS) <= {test.name for test in speed.make_tests(4224)}
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_a_short_test_takes_more_rounds(
+    backend: MockBackend, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fixed:
+        def measure(self) -> Ceiling:
+            return Ceiling(1.0, 1.0)
+
+    monkeypatch.setattr(speed, "TEST_S", seconds)
+    result = speed.Result(speed.Test("pp8", 8, False), {"kylin": [], "llama": []})
+    runner = speed.Runner(backend)
+    speed._alternate(result, {"kylin": runner, "llama": runner}, 2, Fixed())  # type: ignore[arg-type]
+    count = len(result.ceilings)
+    assert count == 2 if seconds == 0.0 else count > 2
+    assert {len(samples) for samples in result.samples.values()} == {count}
+
+
 def fake_results(ratio: float, read_gb_s: float) -> list[speed.Result]:
     return [
         speed.Result(

@@ -1,7 +1,7 @@
 """`cllm bench speed`: prefill and decode of the bare backends, alternating in one run, beside the machine's ceilings.
 
-A test runs on every backend in turn, round after round; medians and ratios are over rounds, so that a machine whose
-speed drifts is fair to both. Token ids are random: what they are changes no time.
+A test runs on every backend in turn, round after round, a short one more often; medians and ratios are over rounds, so
+that a machine whose speed drifts is fair to both. Token ids are random: what they are changes no time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..machine import available_cores
 from .ceilings import Ceiling, Ceilings
 
 DECODE_STEPS = 64
+TEST_S = 30  # seconds of rounds of a test, at least
 BATCHES = (1, 2, 4, 8, 16)
 DEPTHS = (0, 512, 4096)
 # What kylin is to reach, as a multiple of llama.cpp in the same run (Qwen3-0.6B shape, q4_k_m, 2 threads).
@@ -148,28 +149,34 @@ class Runner:
 
 
 def measure(configs: dict[str, EngineConfig], rounds: int, ceilings: Ceilings) -> list[Result]:
-    """Every test on every backend, `rounds` times after a round that is not counted; the ceilings in each round."""
+    """Every test on every backend, `rounds` times or more after a round that is not counted."""
     runners = {name: Runner(load_backend(config)[0]) for name, config in configs.items()}
     for runner in runners.values():
         runner.backend.warm_up()
     context = min(runner.backend.info.context_length for runner in runners.values())
     results = [Result(test, {name: [] for name in runners}) for test in make_tests(context)]
     for result in results:
-        for number in range(rounds + 1):
-            order = list(runners) if number % 2 else list(runners)[::-1]
-            for name in order:
-                before = runners[name].phase_cycles()
-                speed = runners[name].run(result.test)
-                if number:
-                    result.samples[name].append(speed)
-                    result.phase_cycles += runners[name].phase_cycles() - before
-            if number:
-                result.ceilings.append(ceilings.measure())
+        _alternate(result, runners, rounds, ceilings)
         for runner in runners.values():
             runner.clear()
     for runner in runners.values():
         runner.backend.close()
     return results
+
+
+def _alternate(result: Result, runners: dict[str, Runner], rounds: int, ceilings: Ceilings) -> None:
+    """Rounds of one test, with the ceilings in each: `rounds` of them and for `TEST_S`, after one not counted."""
+    for runner in runners.values():
+        runner.run(result.test)
+    started = time.perf_counter()
+    while len(result.ceilings) < rounds or time.perf_counter() < started + TEST_S:
+        order = list(runners)[:: 1 if len(result.ceilings) % 2 else -1]
+        for place, name in enumerate(order):
+            if place == len(order) // 2:  # next to every backend: the memory's speed changes within seconds
+                result.ceilings.append(ceilings.measure())
+            before = runners[name].phase_cycles()
+            result.samples[name].append(runners[name].run(result.test))
+            result.phase_cycles += runners[name].phase_cycles() - before
 
 
 def report(results: list[Result], path: str, num_threads: int) -> dict[str, Any]:
@@ -223,12 +230,12 @@ class _Work:
     def of_token(self, test: Test) -> tuple[float, float]:
         """Bytes read from memory and operations for one token of a test.
 
-        A decode step reads every weight once. A prompt reads them too seldom for memory to matter, and computes
-        logits for one of its rows.
+        A decode step reads every weight once, and the keys and values of all positions before its own. A prompt reads
+        them too seldom for memory to matter, and computes logits for one of its rows.
         """
         if not test.is_decode:
             return 0.0, 2.0 * self.num_weights
-        num_read = self.num_bytes / test.batch + self._kv_bytes * test.depth
+        num_read = self.num_bytes / test.batch + self._kv_bytes * (test.depth + (test.num_tokens - 1) / 2)
         return num_read, 2.0 * (self.num_weights + self.output_weights)
 
 
@@ -289,7 +296,8 @@ def _trained_context(config: EngineConfig) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="cllm bench speed", description="Prefill and decode of the bare backends.")
     parser.add_argument("--backends", default="kylin,llama", help="default: kylin,llama")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3, after one to warm up")
+    help_ = f"of each test at least, which go on for {TEST_S} s; default: 3"
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help=help_)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--check", action="store_true", help="exit status 1 below a target")
     add_engine_flags(parser)

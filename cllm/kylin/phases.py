@@ -87,8 +87,8 @@ def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Norms of the heads and rotation; keys and values into the cache.
 
-    Operands: norm of q and of k (0: none), the layer's number. Pieces: a kv-head with its queries, of as many tokens
-    as a block of the cache has, or where there are fewer of each member's share.
+    Operands: norm of q and of k (0: none), the layer's number. Pieces: as many tokens as a block of the cache has, or
+    a member's share where that is less; of fewer tokens than members, one kv-head with its queries.
     """
     _rope_and_store(m_at, row_at, member, num_members, np.uint16)
 
@@ -110,25 +110,27 @@ def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[n
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     keys, values = keys_and_values(m, dtype)
     num_tokens, group = m[Field.NUM_TOKENS], heads // kv_heads
-    block = min(BLOCK, (num_tokens + num_members - 1) // num_members)
-    num_items = (num_tokens + block - 1) // block * kv_heads if num_tokens else 0
+    block = max(1, min(BLOCK, (num_tokens + num_members - 1) // num_members))
+    parts = 1 if num_tokens >= num_members else kv_heads  # into which the heads of a block of tokens are cut
+    num_items = (num_tokens + block - 1) // block * parts
     item, stop = claim(row_at, member, num_members, num_items, 1)
     while item < stop:
-        head, begin = item % kv_heads, item // kv_heads * block
-        end = min(begin + block, num_tokens)
+        begin, first = item // parts * block, item % parts
+        end, last = min(begin + block, num_tokens), first + kv_heads // parts
         for token in range(begin, end):
-            queries, key = q[token, group * head : group * (head + 1)], k[token, head : head + 1]
+            queries, new_keys = q[token, group * first : group * last], k[token, first:last]
             if row[3] != 0:
                 _norm_heads(queries, row[3], m[Field.EPS])
-                _norm_heads(key, row[4], m[Field.EPS])
+                _norm_heads(new_keys, row[4], m[Field.EPS])
             at = positions[token]
             if m[Field.HALVES]:
                 ops.turn_halves(queries, cos[at], sin[at])
-                ops.turn_halves(key, cos[at], sin[at])
+                ops.turn_halves(new_keys, cos[at], sin[at])
             else:
                 ops.turn_neighbours(queries, cos[at], sin[at])
-                ops.turn_neighbours(key, cos[at], sin[at])
-        store_head(k, v, keys, values, row[5], tables, slots, positions, head, begin, end)
+                ops.turn_neighbours(new_keys, cos[at], sin[at])
+        for head in range(first, last):
+            store_head(k, v, keys, values, row[5], tables, slots, positions, head, begin, end)
         item, stop = claim(row_at, member, num_members, num_items, 1)
 
 
