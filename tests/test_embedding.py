@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from cllm.kylin.embedding import _KERNELS, look_up
+from cllm.kylin.embedding import _KERNELS, Embedding
 from cllm.kylin.quants import DECODERS, dequantize
 
 
@@ -24,7 +24,7 @@ def embedding(ggml_type: GGMLQuantizationType, num_rows: int, num_blocks: int) -
 def test_rows_have_the_bits_of_the_decoder(ggml_type: GGMLQuantizationType) -> None:
     tensor = embedding(ggml_type, 40, 3)
     for ids in ([39], [0, 39, 7, 7, 20]):
-        rows = look_up(tensor, np.array(ids, np.int32))
+        rows = Embedding(tensor).rows(np.array(ids, np.int32))
         expected = dequantize(tensor.data[ids], ggml_type)
         assert (rows.shape, rows.dtype) == (expected.shape, np.float32)
         is_nan = np.isnan(expected)

@@ -55,7 +55,8 @@ class Field(IntEnum):
     GATE = 29  # float32[N, F]
     UP = 30  # float32[N, F]
     ACTS = 31  # for each kind of rounding: its records
-    ROUNDINGS = ACTS + NUM_KINDS  # for each kind the address of its compiled function, or 0
+    GATED_ACTS = ACTS + NUM_KINDS  # likewise of the gate's result, made while others still read the former
+    ROUNDINGS = GATED_ACTS + NUM_KINDS  # for each kind the address of its compiled function, or 0
     END = ROUNDINGS + NUM_KINDS
 
 
@@ -67,8 +68,8 @@ ALL, KEYS_ONLY, WANTED = range(3)
 # A row of the program: | phase's address, counted as, set of tokens, operands 3..7 | a counter of claims, 7 unused |
 # for each member of the team, on a cache line of its own.
 FUNCTION, COUNTED_AS, TOKENS, OPERANDS, LINE = 0, 1, 2, 8, 8
-# A matrix is 8 numbers, to which the operands of a row point.
-KERNEL, DATA, RECORDS, GROUPS, KIND, OUT, OUT_STRIDE, BIAS = range(8)
+# A matrix is 8 numbers, to which the operands of a row point. ACTS: the field of the records that it multiplies.
+KERNEL, DATA, RECORDS, GROUPS, ACTS, OUT, OUT_STRIDE, BIAS = range(8)
 MATRIX = 8
 
 

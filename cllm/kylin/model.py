@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..hooks import Tap
 from . import attention, ops, plain
-from .embedding import look_up
+from .embedding import Embedding
 from .fast import FastPath, Progress, can_run_fast
 from .kv_cache import KVCache, to_stored
 from .quants import ACTIVATION_ROUNDING
@@ -61,6 +61,7 @@ class Model:
             max_positions, shape.head_width, shape.rope_base, shape.rope_scaling, weights.rope_factors
         )
         self._rope = ops.rope_halves if shape.table.rope_pairs == "halves" else ops.rope_neighbours
+        self._embedding = Embedding(weights.token_embd)
         self._eps = np.float32(shape.rms_eps)
         self._fast: FastPath | None = None
         if kernels != "plain" and can_run_fast(weights):
@@ -87,7 +88,7 @@ class Model:
         `hook_pattern` is not among them, since this pass never holds a whole pattern. What a tap is shown
         may be overwritten afterwards: it copies what it keeps. The result is valid until the next call.
         """
-        x = look_up(self.weights.token_embd, batch.token_ids)  # [T, D]
+        x = self._embedding.rows(batch.token_ids)  # [T, D]
         if self._fast and tap is None:
             return self._fast.forward(x, batch.slots, batch.positions, batch.logit_rows)
         x = _see(tap, "hook_embed", x)

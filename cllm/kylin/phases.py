@@ -14,11 +14,11 @@ from .attention_simd import attend_tile, make_scratch, store_head
 from .jit import inlined
 from .kv_cache import BLOCK
 from .layout import (
+    ACTS,
     BIAS,
     DATA,
     GROUPS,
     KERNEL,
-    KIND,
     MATRIX,
     MAX_TOKENS,
     NUM_FIELDS,
@@ -40,13 +40,16 @@ from .ops_simd import norm_row
 from .rounding import call_rounding
 from .tiles import BLOCK_TOKENS, ROWS
 
+CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
+
 
 @inlined
-def _round_token(m, x, width, kinds, token):  # type: ignore[no-untyped-def]
-    """Row `token` of float32[N, width] at the address x to the records of each rounding in `kinds`, a set of bits."""
+def _round(m, acts, x, width, kinds, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """The columns first <= c < last of the rows begin <= t < end of float32[N, width] at the address x, to the records
+    of each rounding in `kinds`, a set of bits, which the fields from `acts` on point to."""
     for kind in range(NUM_KINDS):
         if kinds >> kind & 1:
-            call_rounding(m[Field.ROUNDINGS + kind], x, width, m[Field.ACTS + kind], token, token + 1)
+            call_rounding(m[Field.ROUNDINGS + kind], x, width, m[acts + kind], begin, end, first, last)
 
 
 # --- the phases: (address of m, address of the program's row, member, members) -----------------------------------
@@ -60,7 +63,7 @@ def norm_and_round(m_at, row_at, member, num_members):  # type: ignore[no-untype
     while token < end:
         at = 4 * width * token
         norm_row(x + at, row[3], m[Field.EPS], h + at, width)
-        _round_token(m, h, width, row[4], token)
+        _round(m, Field.ACTS, h, width, row[4], token, token + 1, 0, width)
         token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
@@ -76,11 +79,11 @@ def gather(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
 
 
 def round_only(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """Operands: float32[N, width], width, kinds."""
+    """Operands: float32[N, width], width, kinds, the field of the records of the first kind."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
     while token < end:
-        _round_token(m, row[3], row[4], row[5], token)
+        _round(m, row[6], row[3], row[4], row[5], token, token + 1, 0, row[4])
         token, end = claim(row_at, member, num_members, m[Field.NUM_TOKENS], 1)
 
 
@@ -143,7 +146,10 @@ def _norm_heads(heads, weight, eps):  # type: ignore[no-untyped-def]
 
 
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """Operands: the layer's number."""
+    """Z of all tokens, and its rounding. Pieces: a tile of tokens on one kv-head.
+
+    Operands: the layer's number, kinds, which are none where the queries of a kv-head are no whole records.
+    """
     _attend(m_at, row_at, member, num_members, np.uint16)
 
 
@@ -154,7 +160,6 @@ def attend_f32(m_at, row_at, member, num_members):  # type: ignore[no-untyped-de
 
 @inlined
 def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untyped-def]
-    """Z of all tokens. Pieces: a tile of tokens on one kv-head."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, z = floats(m[Field.Q], (MAX_TOKENS, heads, width)), floats(m[Field.Z], (MAX_TOKENS, heads, width))
@@ -166,12 +171,14 @@ def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untype
     for token in range(m[Field.NUM_TOKENS]):
         longest = max(longest, positions[token] + 1)
     rows, scores = make_scratch(heads // kv_heads, width, longest)
-    num_items = m[Field.NUM_TILES] * kv_heads
+    num_items, columns = m[Field.NUM_TILES] * kv_heads, width * (heads // kv_heads)
     item, stop = claim(row_at, member, num_members, num_items, 1)
     while item < stop:
         tile, kv_head = item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
         attend_tile(q, keys, values, row[3], tables, slots, positions, begin, end, kv_head, rows, scores, z)
+        first = columns * kv_head
+        _round(m, Field.ACTS, m[Field.Z], width * heads, row[4], begin, end, first, first + columns)
         item, stop = claim(row_at, member, num_members, num_items, 1)
 
 
@@ -179,31 +186,38 @@ def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untype
 
 
 @inlined
-def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_records):  # type: ignore[no-untyped-def]
-    """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them.
+def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_records, unit):  # type: ignore[no-untyped-def]
+    """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them. Pieces
+    are whole units of groups.
 
     With few tokens, which wait for memory, the members share the groups, so that each weight is read once. With more
     they share the tokens: what a member makes of its own stays in its own caches from phase to phase. Each then reads
     all weights, at 100 GB/s over the number of its tokens: all of them stay below 25 GB/s.
 
-    A piece has few enough groups that the members end together, and that their weights, a record of which is 1 to 4
-    KB, stay in the core's own cache while tile after tile of tokens reads them.
+    A piece has few enough groups that the members end together, and that their weights stay in the core's own cache
+    while tile after tile of tokens reads them.
     """
     num_blocks = num_members if num_tokens >= 4 * num_members * num_members else 1
-    num_items = num_blocks * num_groups if num_tokens else 0
-    piece = max(1, min(num_items // (8 * num_members), 64 // num_records))
+    num_units = num_groups // unit
+    num_items = num_blocks * num_units if num_tokens else 0
+    piece = max(1, min(num_items // (8 * num_members), CACHED_RECORDS // (num_records * unit)))
     begin, end = claim(row_at, member, num_members, num_items, piece)
-    block = min(begin // num_groups, num_blocks - 1)
-    num_eights, base = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, block * num_groups
+    block = min(begin // num_units, num_blocks - 1)
+    num_eights, base = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, block * num_units
     first, last = num_eights * block // num_blocks, num_eights * (block + 1) // num_blocks
-    return begin - base, end - base, BLOCK_TOKENS * first, min(BLOCK_TOKENS * last, num_tokens)
+    return (
+        unit * (begin - base),
+        unit * (end - base),
+        BLOCK_TOKENS * first,
+        min(BLOCK_TOKENS * last, num_tokens),
+    )
 
 
 @inlined
 def _multiply(m, matrix, adds, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong."""
     numbers = (matrix[OUT], matrix[OUT_STRIDE], matrix[RECORDS], first, last, begin, end, matrix[BIAS], adds)
-    call_groups(matrix[KERNEL], (matrix[DATA], m[Field.ACTS + matrix[KIND]], *numbers))
+    call_groups(matrix[KERNEL], (matrix[DATA], m[matrix[ACTS]], *numbers))
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
@@ -215,7 +229,7 @@ def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     for number in range(count):
         num_groups += longs(row[3] + 8 * MATRIX * number, MATRIX)[GROUPS]
     records = longs(row[3], MATRIX)[RECORDS]
-    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
+    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records, 1)
     while begin < end:
         base = 0
         for number in range(count):
@@ -224,24 +238,42 @@ def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
             if low < high:
                 _multiply(m, matrix, adds, low, high, first, last)
             base += matrix[GROUPS]
-        begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
+        begin, end, first, last = _claim_groups(
+            row_at, member, num_members, num_tokens, num_groups, records, 1
+        )
 
 
 def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """GATE = silu(gate) * up. Operand: the first of two matrices that follow each other."""
+    """GATE = silu(gate) * up, and its rounding.
+
+    Operands: the first of two matrices that follow each other; groups whose rows are whole records, and kinds, or 1
+    and none where a phase of its own rounds.
+    """
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    gate, up = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX)
-    num_tokens, num_groups, records = m[Field.NUM_TOKENS], gate[GROUPS], gate[RECORDS]
-    shape = (MAX_TOKENS, m[Field.FFN_WIDTH])
-    gates, ups = floats(m[Field.GATE], shape), floats(m[Field.UP], shape)
-    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
+    gate, up, unit = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX), row[4]
+    num_tokens, num_groups, records, width = (
+        m[Field.NUM_TOKENS],
+        gate[GROUPS],
+        gate[RECORDS],
+        m[Field.FFN_WIDTH],
+    )
+    gates, ups = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
+    cached = max(1, CACHED_RECORDS // records)
+    begin, end, first, last = _claim_groups(
+        row_at, member, num_members, num_tokens, num_groups, records, unit
+    )
     while begin < end:
-        _multiply(m, gate, 0, begin, end, first, last)
-        _multiply(m, up, 0, begin, end, first, last)
+        for low in range(begin, end, cached):
+            high = min(low + cached, end)
+            _multiply(m, gate, 0, low, high, first, last)
+            _multiply(m, up, 0, low, high, first, last)
+        low, high = ROWS * begin, ROWS * end
         for token in range(first, last):
-            part = slice(ROWS * begin, ROWS * end)
-            ops.silu_mul_row(gates[token, part], ups[token, part])
-        begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records)
+            ops.silu_mul_row(gates[token, low:high], ups[token, low:high])
+        _round(m, Field.GATED_ACTS, m[Field.GATE], width, row[5], first, last, low, high)
+        begin, end, first, last = _claim_groups(
+            row_at, member, num_members, num_tokens, num_groups, records, unit
+        )
 
 
 PHASES = (

@@ -6,7 +6,7 @@ It owns the buffers, and keeps alive every array whose address it hands out. It 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
 from .rounding import KIND_OF, compiled_rounding, records_shape
 from .step import phase_address, set_inputs
+from .tiles import RECORD_VALUES, ROWS
 from .weights import Floats, Linear, ModelShape, Weights
 
 Ids = NDArray[np.int32]
 _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
 _Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
 _OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
+_RECORDS_A_MEMBER = 4  # that the members end together, where pieces are whole records
 _OF_WANTED = 1  # the second place in the arrays of which two sets of tokens have their own
 _OWN = ("X", "SLOTS", "POSITIONS", "TILES")
 
@@ -47,8 +49,7 @@ class Program:
 
     def set_inputs(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
         """What the next step computes: logits float32[>= R, padded V] of `rows` of embeddings float32[T, D]."""
-        set_inputs(self.sets, embeddings, slots, positions, rows)
-        self.matrices[-1, layout.OUT] = logits.ctypes.data
+        set_inputs(self.sets, self.matrices[-1], embeddings, slots, positions, rows, logits)
 
 
 def matrices_of(weights: Weights) -> Iterator[Linear]:
@@ -70,11 +71,12 @@ def make_program(
 
     `num_members`: of the team that runs it.
     """
-    arrays = _make_arrays(weights.shape, packed)
+    arrays, records = _make_arrays(weights.shape), _make_records(weights, packed)
     eps = np.array([weights.shape.rms_eps], np.float32)
-    sets = _make_fields(weights.shape, arrays, cache, rope, eps)
+    sets = _make_fields(weights.shape, arrays, records, cache, rope, eps)
     matrices = _make_matrices(weights, packed, arrays)
-    rows, is_f16 = _Rows(matrices), cache.keys.dtype == np.uint16
+    roundings = [packed[layer.weight].rounding for layer in matrices_of(weights)]
+    rows, is_f16 = _Rows(matrices, roundings, num_members), cache.keys.dtype == np.uint16
     for layer in range(len(weights.blocks) - 1):
         _add_layer(rows, weights, layer, arrays, is_f16=is_f16)
     # Of the last layer later tokens need the keys and values of all, but nothing else of those without logits.
@@ -86,10 +88,8 @@ def make_program(
     last = len(matrices) - 1
     rows.add(phases.norm_and_round, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
     rows.add(phases.multiply, "output", rows.matrix(last), 1, False)
-    kept = (weights, packed, cache, rope, eps)
-    return Program(
-        sets, rows.finished(num_members), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept
-    )
+    kept = (weights, packed, records, cache, rope, eps)
+    return Program(sets, rows.finished(), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept)
 
 
 def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int, *, is_f16: bool) -> None:
@@ -107,23 +107,34 @@ def _add_layer(
 ) -> None:
     """The phases of one block."""
     block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
+    output, gate, down = first + _OUTPUT, first + _GATE, first + _DOWN
     attend = phases.attend_f16 if is_f16 else phases.attend_f32
-    z_kinds, post_kinds = rows.kinds(first + _OUTPUT, 1), rows.kinds(first + _DOWN, 1)
     _add_projections(rows, weights, layer, _Q, is_f16=is_f16)
-    rows.add(attend, "attention", layer)
-    rows.add(phases.round_only, "norm", arrays["Z"].ctypes.data, shape.num_heads * shape.head_width, z_kinds)
-    rows.add(phases.multiply, "attn_output", rows.matrix(first + _OUTPUT), 1, True)
-    rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(first + _GATE, 2))
-    rows.add(phases.multiply_gated, "gate_up", rows.matrix(first + _GATE))
-    rows.add(phases.round_only, "norm", arrays["GATE"].ctypes.data, shape.ffn_width, post_kinds)
-    rows.add(phases.multiply, "down", rows.matrix(first + _DOWN), 1, True)
+    # What a member has made it rounds at once, where its pieces are whole records and enough for all members.
+    z, z_width = arrays["Z"].ctypes.data, shape.num_heads * shape.head_width
+    if z_width // shape.num_kv_heads % rows.record_values(output) == 0:
+        rows.add(attend, "attention", layer, rows.kinds(output, 1))
+    else:
+        rows.add(attend, "attention", layer, 0)
+        rows.add(phases.round_only, "norm", z, z_width, rows.kinds(output, 1), Field.ACTS)
+    rows.add(phases.multiply, "attn_output", rows.matrix(output), 1, True)
+    rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(gate, 2))
+    num_records, rest = divmod(shape.ffn_width, rows.record_values(down))
+    if rest == 0 and num_records >= _RECORDS_A_MEMBER * rows.num_members:
+        unit = rows.record_values(down) // ROWS
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), unit, rows.kinds(down, 1))
+    else:
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), 1, 0)
+        post = arrays["GATE"].ctypes.data
+        rows.add(phases.round_only, "norm", post, shape.ffn_width, rows.kinds(down, 1), Field.GATED_ACTS)
+    rows.add(phases.multiply, "down", rows.matrix(down), 1, True)
 
 
 class _Rows:
     """The rows of a program as they are added."""
 
-    def __init__(self, matrices: NDArray[np.int64]) -> None:
-        self._matrices = matrices
+    def __init__(self, matrices: NDArray[np.int64], roundings: Sequence[str], num_members: int) -> None:
+        self._matrices, self._roundings, self.num_members = matrices, roundings, num_members
         self.tokens = layout.ALL  # on which the next phases work
         self._rows: list[list[int]] = []
 
@@ -137,11 +148,15 @@ class _Rows:
 
     def kinds(self, first: int, count: int) -> int:
         """The roundings that matrices want, as a set of bits."""
-        return sum({1 << int(kind) for kind in self._matrices[first : first + count, layout.KIND]})
+        return sum({1 << KIND_OF[rounding] for rounding in self._roundings[first : first + count]})
 
-    def finished(self, num_members: int) -> NDArray[np.int64]:
+    def record_values(self, number: int) -> int:
+        """Values in a record of what a matrix is multiplied with."""
+        return RECORD_VALUES[self._roundings[number]]
+
+    def finished(self) -> NDArray[np.int64]:
         """int64[phases, OPERANDS + LINE * num_members], on whole cache lines."""
-        width = layout.OPERANDS + layout.LINE * num_members
+        width = layout.OPERANDS + layout.LINE * self.num_members
         memory = np.zeros(len(self._rows) * width + layout.LINE, np.int64)
         start = -memory.ctypes.data % 64 // 8
         rows = memory[start : start + len(self._rows) * width].reshape(-1, width)
@@ -149,8 +164,8 @@ class _Rows:
         return rows
 
 
-def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> dict[str, NDArray[Any]]:
-    """Inputs and buffers of a step, and the roundings: for each kind room for the longest rows that want it."""
+def _make_arrays(shape: ModelShape) -> dict[str, NDArray[Any]]:
+    """Inputs and buffers of a step."""
     width, ffn = (shape.width,), (shape.ffn_width,)
     heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
     floats = {"X": width, "H": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
@@ -160,17 +175,29 @@ def _make_arrays(shape: ModelShape, packed: Mapping[Tensor, PackedMatrix]) -> di
     for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
         for name, rest in shapes.items():
             arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (MAX_TOKENS, *rest), dtype)
-    largest = dict.fromkeys(KIND_OF.values(), 0)
-    for matrix in packed.values():
-        kind = KIND_OF[matrix.rounding]
-        shape_of_records = records_shape(matrix.rounding, MAX_TOKENS, matrix.num_columns)
-        largest[kind] = max(largest[kind], math.prod(shape_of_records))
-    return arrays | {f"ACTS {kind}": np.zeros(size, np.uint8) for kind, size in largest.items()}
+    return arrays
+
+
+def _acts_field(number: int, rounding: str) -> int:
+    """The field of the records that a matrix is multiplied with."""
+    return (Field.GATED_ACTS if number % _A_LAYER == _DOWN else Field.ACTS) + KIND_OF[rounding]
+
+
+def _make_records(weights: Weights, packed: Mapping[Tensor, PackedMatrix]) -> dict[int, NDArray[np.uint8]]:
+    """For each field of records room for the longest rows of it."""
+    sizes: dict[int, int] = {}
+    for number, layer in enumerate(matrices_of(weights)):
+        matrix = packed[layer.weight]
+        size = math.prod(records_shape(matrix.rounding, MAX_TOKENS, matrix.num_columns))
+        field = _acts_field(number, matrix.rounding)
+        sizes[field] = max(sizes.get(field, 0), size)
+    return {field: np.zeros(size, np.uint8) for field, size in sizes.items()}
 
 
 def _make_fields(
     shape: ModelShape,
     arrays: Mapping[str, NDArray[Any]],
+    records: Mapping[int, NDArray[np.uint8]],
     cache: KVCache,
     rope: tuple[Floats, Floats],
     eps: Floats,
@@ -200,14 +227,13 @@ def _make_fields(
         sets[:, field] = number
     sets[layout.KEYS_ONLY, Field.HEADS] = 0
     for name, array in arrays.items():
-        if name.startswith("ACTS"):
-            kind = int(name.split()[1])
-            sets[:, Field.ACTS + kind] = array.ctypes.data
-            sets[:, Field.ROUNDINGS + kind] = compiled_rounding(kind).address if array.size else 0
-        else:
-            sets[:, Field[name]] = array.ctypes.data
-            if name in _OWN:
-                sets[layout.WANTED, Field[name]] = array[_OF_WANTED].ctypes.data
+        sets[:, Field[name]] = array.ctypes.data
+        if name in _OWN:
+            sets[layout.WANTED, Field[name]] = array[_OF_WANTED].ctypes.data
+    for place, array in records.items():
+        kind = (place - Field.ACTS) % layout.NUM_KINDS
+        sets[:, place] = array.ctypes.data
+        sets[:, Field.ROUNDINGS + kind] = compiled_rounding(kind).address
     return sets
 
 
@@ -222,7 +248,7 @@ def _make_matrices(
         table[number, layout.DATA] = matrix.data.ctypes.data
         table[number, layout.RECORDS] = matrix.num_records
         table[number, layout.GROUPS] = len(matrix.data)
-        table[number, layout.KIND] = KIND_OF[matrix.rounding]
+        table[number, layout.ACTS] = _acts_field(number, matrix.rounding)
         table[number, layout.OUT_STRIDE] = 4 * matrix.padded_rows
         if number < len(layers) - 1:  # the output's result lies elsewhere in each step
             name = _OUTS[number % _A_LAYER]

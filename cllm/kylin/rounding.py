@@ -21,6 +21,7 @@ from .tiles import BLOCK_TOKENS, RECORD_BYTES, RECORD_VALUES
 _F32, _U32 = np.float32, np.uint32
 _K_BYTES, _PAIR_BYTES, _FLOAT_BYTES = (RECORD_BYTES[rounding] for rounding in ("q8_K", "q8_0", "none"))
 
+_NUM_ARGUMENTS = 7  # of a compiled rounding
 # Numbers of the roundings in compiled code. q8_0 and q8_1 differ in ggml only: here both keep the sums.
 KIND_OF = {"q8_K": 0, "q8_0": 1, "q8_1": 1, "f16": 2, "bf16": 3, "none": 4}
 
@@ -35,65 +36,71 @@ def round_rows(x: NDArray[np.float32], rounding: str) -> NDArray[np.uint8]:
     """The records of float32[T, n], uint8 of `records_shape`. Those of no token are 0."""
     x = np.ascontiguousarray(x)
     out = np.zeros(records_shape(rounding, *x.shape), np.uint8)
-    compiled_rounding(KIND_OF[rounding]).ctypes(x.ctypes.data, x.shape[1], out.ctypes.data, 0, len(x))
+    round_ = compiled_rounding(KIND_OF[rounding]).ctypes
+    round_(x.ctypes.data, x.shape[1], out.ctypes.data, 0, len(x), 0, x.shape[1])
     return out
 
 
 @cache
 def compiled_rounding(kind: int) -> Any:
-    """The compiled rounding of a kind, with `address` and `ctypes`: a function of five int64.
+    """The compiled rounding of a kind, with `address` and `ctypes`: a function of seven int64.
 
-    (address of float32[T, n], n, address of records uint8[blocks, records, 8, bytes], begin, end): the rows
-    begin <= t < end. It is called by its address, so that a model compiles the kinds that it uses, once.
+    (address of float32[T, n], n, address of records uint8[blocks, records, 8, bytes], begin, end, first, last): of the
+    rows begin <= t < end the columns first <= c < last, which begin a record, and end one or the row. It is called
+    by its address, so that a model compiles the kinds that it uses, once.
     """
     function = (_round_q8_k, _round_q8_0, _round_to_f16, _round_to_bf16, _copy)[kind]
-    return native_function(function, 5)
+    return native_function(function, _NUM_ARGUMENTS)
 
 
 @intrinsic
-def call_rounding(typing_context, address, x, width, out, begin, end):  # type: ignore[no-untyped-def]
+def call_rounding(  # type: ignore[no-untyped-def]
+    typing_context, address, x, width, out, begin, end, first, last
+):
     """Calls `compiled_rounding` by its address."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5)
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * _NUM_ARGUMENTS)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 6), generate
+    return types.void(*(types.int64,) * (1 + _NUM_ARGUMENTS)), generate
 
 
-def _round_q8_k(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+def _round_q8_k(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
     num_records = width // 256
     for t in range(begin, end):
-        record_at = _record_at(out_at, num_records, t, 0, _K_BYTES)
-        round_q8_k(x_at + 4 * width * t, num_records, record_at, BLOCK_TOKENS * _K_BYTES)
+        record_at = _record_at(out_at, num_records, t, first // 256, _K_BYTES)
+        row_at = x_at + 4 * (width * t + first)
+        round_q8_k(row_at, (last - first) // 256, record_at, BLOCK_TOKENS * _K_BYTES)
 
 
-def _round_q8_0(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    num_blocks = width // 32
+def _round_q8_0(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    num_records = (width + 63) // 64
     for t in range(begin, end):
-        record_at = _record_at(out_at, (num_blocks + 1) // 2, t, 0, _PAIR_BYTES)
-        round_q8_0(x_at + 4 * width * t, num_blocks, record_at, BLOCK_TOKENS * _PAIR_BYTES)
+        record_at = _record_at(out_at, num_records, t, first // 64, _PAIR_BYTES)
+        row_at = x_at + 4 * (width * t + first)
+        round_q8_0(row_at, (last - first) // 32, record_at, BLOCK_TOKENS * _PAIR_BYTES)
 
 
-def _round_to_f16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    _round_each(_through_f16, x_at, width, out_at, begin, end)
+def _round_to_f16(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_through_f16, x_at, width, out_at, begin, end, first, last)
 
 
-def _round_to_bf16(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    _round_each(_to_bf16, x_at, width, out_at, begin, end)
+def _round_to_bf16(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_to_bf16, x_at, width, out_at, begin, end, first, last)
 
 
-def _copy(x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
-    _round_each(_as_it_is, x_at, width, out_at, begin, end)
+def _copy(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_as_it_is, x_at, width, out_at, begin, end, first, last)
 
 
 @inlined
-def _round_each(convert, x_at, width, out_at, begin, end):  # type: ignore[no-untyped-def]
+def _round_each(convert, x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Records of float32: `convert` of each value, and zeros where a row has ended."""
     x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
     for t in range(begin, end):
-        for b in range(num_records):
+        for b in range(first // 64, (last + 63) // 64):
             out = carray(pointer(_record_at(out_at, num_records, t, b, _FLOAT_BYTES)), 64, np.float32)
             for i in range(64):
                 out[i] = convert(x[t, 64 * b + i]) if 64 * b + i < width else _F32(0)

@@ -25,6 +25,7 @@ from .layout import (
     LINE,
     MAX_TOKENS,
     OPERANDS,
+    OUT,
     TOKENS,
     WANTED,
     Field,
@@ -46,9 +47,10 @@ def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untype
 
 
 @kernel
-def set_inputs(sets, embeddings, slots, positions, rows):  # type: ignore[no-untyped-def]
+def set_inputs(sets, output, embeddings, slots, positions, rows, logits):  # type: ignore[no-untyped-def]
     """What the next step computes: embeddings float32[T, D], slots and positions int32[T]; rows int32[R], the tokens
-    whose logits are wanted. sets int64[sets of tokens, NUM_FIELDS]."""
+    whose logits are wanted, and where, float32[>= R, padded V]. sets int64[sets of tokens, NUM_FIELDS]; output
+    int64[MATRIX], the output's."""
     num_tokens, num_rows = len(embeddings), len(rows)
     every, wanted = sets[ALL], sets[WANTED]
     floats(every[Field.X], (MAX_TOKENS, embeddings.shape[1]))[:num_tokens] = embeddings
@@ -62,6 +64,7 @@ def set_inputs(sets, embeddings, slots, positions, rows):  # type: ignore[no-unt
         ints(wanted[Field.SOURCES])[number] = row
         are_all_wanted = are_all_wanted and row == number
     every[Field.NUM_TOKENS], wanted[Field.NUM_TOKENS] = num_tokens, num_rows
+    output[OUT] = logits.ctypes.data
     sets[KEYS_ONLY, Field.NUM_TOKENS] = 0 if are_all_wanted else num_tokens
 
 
@@ -115,7 +118,8 @@ def call_phase(typing_context, address, m, row, member, num_members):  # type: i
 def compile_loops() -> None:
     """Compiles `set_inputs`, `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
-    set_inputs.compile((table, types.float32[:, ::1], ids, ids, ids))
+    floats_ = types.float32[:, ::1]
+    set_inputs.compile((table, numbers, floats_, ids, ids, ids, floats_))
     lead.compile((numbers, types.int64, table, table, numbers))
     serve.compile((numbers, types.int64, table, table, numbers))
 
