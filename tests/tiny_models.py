@@ -15,7 +15,7 @@ from gguf_builder import RawTensor, Typed, random_blocks, write_gguf
 
 from cllm.backends.mock import byte_vocabulary
 
-LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 256, 4, 2, 512
+LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 256, 4, 2, 1024
 HEAD_WIDTHS = {"llama": 128, "qwen2": WIDTH // HEADS, "qwen3": 128}  # llama.cpp's Qwen2 can have no other
 
 # (attn_v and ffn_down, embedding and output, everything else)
