@@ -15,7 +15,16 @@ import pytest
 from numba import njit, types
 
 from cllm.kylin.native import cycles
-from cllm.kylin.team import CAN_ENLIST, Team, barrier, begin_step, take_waited, wait_for_step
+from cllm.kylin.team import (
+    CAN_ENLIST,
+    Team,
+    barrier,
+    begin_step,
+    call_members,
+    start_step,
+    take_waited,
+    wait_for_step,
+)
 
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 NUM_PHASES = 50
@@ -44,6 +53,16 @@ def serve(state, member, counts):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def lead(state, num_members, counts):  # type: ignore[no-untyped-def]
     begin_step(state, num_members)
+    work(state, 0, num_members, counts)
+
+
+@njit(nogil=True)
+def lead_slowly(state, num_members, counts):  # type: ignore[no-untyped-def]
+    """As `lead`, with what the first phase adds up written long after the members were called."""
+    call_members(state, num_members)
+    usleep(np.uint32(20_000))
+    counts[0] = 10
+    start_step(state)
     work(state, 0, num_members, counts)
 
 
@@ -98,6 +117,18 @@ def test_run_raises_what_a_helper_raised() -> None:
 def test_members_meet_at_every_barrier(num_threads: int) -> None:
     team, counts = enlisted(num_threads)
     check_steps(team, counts)
+    team.close()
+
+
+@needs_enlisting
+def test_members_that_were_called_wait_for_the_start() -> None:
+    team, counts = enlisted(3)
+    lead_slowly(np.zeros(64, np.int64), 1, counts.copy())
+    for _ in range(3):
+        counts[...] = 0
+        lead_slowly(team.state, 3, counts)
+        expected = np.repeat(10 + np.arange(NUM_PHASES)[:, None], 3, axis=1)
+        np.testing.assert_array_equal(counts[:, :3], expected)
     team.close()
 
 

@@ -149,9 +149,9 @@ class FastPath:
         return self._logits[:num_rows]
 
     def _run(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
-        self._program.set_inputs(embeddings, slots, positions, rows, logits)
-        num_members = self._attendance.of_step(len(embeddings))
-        times = step.lead(self._team.state, num_members, *self._program.arguments)
+        program, num_members = self._program, self._attendance.of_step(len(embeddings))
+        inputs = (program.matrices[-1], embeddings, slots, positions, rows, logits)
+        times = step.lead(self._team.state, num_members, *program.arguments, *inputs)
         self._attendance.learn(len(embeddings), *times)
         if self._weights.output.bias is not None:
             logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias

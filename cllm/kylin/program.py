@@ -19,11 +19,10 @@ from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
 from .rounding import KIND_OF, compiled_rounding, records_shape
-from .step import phase_address, set_inputs
+from .step import phase_address
 from .tiles import RECORD_VALUES, ROWS
 from .weights import Floats, Linear, ModelShape, Weights
 
-Ids = NDArray[np.int32]
 _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
 _Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
 _OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
@@ -34,7 +33,7 @@ _OWN = ("X", "SLOTS", "POSITIONS", "TILES")
 
 @dataclass(frozen=True)
 class Program:
-    """A program with its inputs. `arguments` are what `step.lead` and `step.serve` take of it."""
+    """A program with its buffers."""
 
     sets: NDArray[np.int64]  # fields of each set of tokens
     rows: NDArray[np.int64]
@@ -45,11 +44,8 @@ class Program:
 
     @property
     def arguments(self) -> tuple[NDArray[np.int64], ...]:
+        """What `step.lead` and `step.serve` take of it."""
         return self.sets, self.rows, self.phase_cycles
-
-    def set_inputs(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
-        """What the next step computes: logits float32[>= R, padded V] of `rows` of embeddings float32[T, D]."""
-        set_inputs(self.sets, self.matrices[-1], embeddings, slots, positions, rows, logits)
 
 
 def matrices_of(weights: Weights) -> Iterator[Linear]:

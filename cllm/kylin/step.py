@@ -34,7 +34,7 @@ from .layout import (
 )
 from .native import carray, cycles, pointer
 from .simd import I64
-from .team import barrier, begin_step, take_waited, wait_for_step
+from .team import barrier, call_members, start_step, take_waited, wait_for_step
 
 
 @kernel
@@ -47,10 +47,35 @@ def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untype
 
 
 @kernel
-def set_inputs(sets, output, embeddings, slots, positions, rows, logits):  # type: ignore[no-untyped-def]
-    """What the next step computes: embeddings float32[T, D], slots and positions int32[T]; rows int32[R], the tokens
-    whose logits are wanted, and where, float32[>= R, padded V]. sets int64[sets of tokens, NUM_FIELDS]; output
-    int64[MATRIX], the output's."""
+def lead(  # type: ignore[no-untyped-def]
+    state, num_members, sets, program, phase_cycles, output, embeddings, slots, positions, rows, logits
+):
+    """One step, begun and joined by member 0: (cycles, cycles that members waited for others). The cache counts the
+    tokens as held.
+
+    sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
+    int64[len(PHASE_NAMES)], added to; output int64[MATRIX], the output's. Of the step: embeddings float32[T, D], slots
+    and positions int32[T]; rows int32[R], the tokens whose logits are wanted, and logits float32[>= R, padded V].
+    """
+    began = cycles()
+    call_members(state, num_members)
+    _set_inputs(sets, embeddings, slots, positions, rows)
+    output[OUT] = logits.ctypes.data
+    for m in sets:
+        tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
+        m[Field.NUM_TILES] = find_tiles(
+            ints(m[Field.SLOTS]), ints(m[Field.POSITIONS]), m[Field.NUM_TOKENS], tiles
+        )
+    for number in range(len(program)):
+        for member in range(num_members):
+            program[number, OPERANDS + LINE * member] = 0
+    start_step(state)
+    _run(state, 0, num_members, sets, program, phase_cycles)
+    return cycles() - began, take_waited(state)
+
+
+@inlined
+def _set_inputs(sets, embeddings, slots, positions, rows):  # type: ignore[no-untyped-def]
     num_tokens, num_rows = len(embeddings), len(rows)
     every, wanted = sets[ALL], sets[WANTED]
     floats(every[Field.X], (MAX_TOKENS, embeddings.shape[1]))[:num_tokens] = embeddings
@@ -64,30 +89,7 @@ def set_inputs(sets, output, embeddings, slots, positions, rows, logits):  # typ
         ints(wanted[Field.SOURCES])[number] = row
         are_all_wanted = are_all_wanted and row == number
     every[Field.NUM_TOKENS], wanted[Field.NUM_TOKENS] = num_tokens, num_rows
-    output[OUT] = logits.ctypes.data
     sets[KEYS_ONLY, Field.NUM_TOKENS] = 0 if are_all_wanted else num_tokens
-
-
-@kernel
-def lead(state, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
-    """One step of the inputs set before, begun and joined by member 0: (cycles, cycles that members waited for others).
-    The cache counts the tokens as held.
-
-    sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
-    int64[len(PHASE_NAMES)], added to.
-    """
-    began = cycles()
-    for m in sets:
-        tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
-        m[Field.NUM_TILES] = find_tiles(
-            ints(m[Field.SLOTS]), ints(m[Field.POSITIONS]), m[Field.NUM_TOKENS], tiles
-        )
-    for number in range(len(program)):
-        for member in range(num_members):
-            program[number, OPERANDS + LINE * member] = 0
-    begin_step(state, num_members)
-    _run(state, 0, num_members, sets, program, phase_cycles)
-    return cycles() - began, take_waited(state)
 
 
 @inlined
@@ -116,11 +118,10 @@ def call_phase(typing_context, address, m, row, member, num_members):  # type: i
 
 
 def compile_loops() -> None:
-    """Compiles `set_inputs`, `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
+    """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
-    floats_ = types.float32[:, ::1]
-    set_inputs.compile((table, numbers, floats_, ids, ids, ids, floats_))
-    lead.compile((numbers, types.int64, table, table, numbers))
+    inputs = (types.float32[:, ::1], ids, ids, ids, types.float32[:, ::1])
+    lead.compile((numbers, types.int64, table, table, numbers, numbers, *inputs))
     serve.compile((numbers, types.int64, table, table, numbers))
 
 

@@ -26,8 +26,10 @@ CAN_ENLIST = sys.platform == "linux"  # unnamed semaphores
 _Work = tuple[Callable[[int, int], None], int, int]
 _LINE = 8  # int64s of a cache line: what different threads write stands on different lines
 # Places in a team's state: whether it ends; who takes part in the step; how many had arrived at barriers when it began;
-# cycles waited; arrivals, on a line of their own; semaphores, one a line.
-_STOP, _PRESENT, _BEFORE, _WAITED, _ARRIVED, _SEMAPHORES = 0, 1, 2, 3, _LINE, 2 * _LINE
+# cycles waited; the step that members were called for; arrivals and steps begun, each on a line of its own;
+# semaphores, one a line.
+_STOP, _PRESENT, _BEFORE, _WAITED, _CALLED = range(5)
+_ARRIVED, _BEGUN, _SEMAPHORES = _LINE, 2 * _LINE, 3 * _LINE
 _SPINS = 1000  # before a waiting thread offers its core to others
 
 
@@ -130,13 +132,28 @@ def _init_semaphores(state, num_members):  # type: ignore[no-untyped-def]
         sem_init(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member), np.int32(0), np.uint32(0))
 
 
-@kernel
-def begin_step(state, num_members):  # type: ignore[no-untyped-def]
-    """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in this step."""
+@inlined
+def call_members(state, num_members):  # type: ignore[no-untyped-def]
+    """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in the next step. Until
+    `start_step`, which must follow, the caller may prepare it: a thread takes 30 microseconds to wake."""
     state[_PRESENT] = num_members
     state[_BEFORE] = atomic_load(state.ctypes.data + 8 * _ARRIVED)
+    state[_CALLED] = atomic_load(state.ctypes.data + 8 * _BEGUN) + 1
     for member in range(1, num_members):
         sem_post(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member))
+
+
+@inlined
+def start_step(state):  # type: ignore[no-untyped-def]
+    """Lets the members begin. What was written before is visible to them."""
+    atomic_add(state.ctypes.data + 8 * _BEGUN, 1)
+
+
+@kernel
+def begin_step(state, num_members):  # type: ignore[no-untyped-def]
+    """`call_members` and `start_step`."""
+    call_members(state, num_members)
+    start_step(state)
 
 
 @kernel
@@ -144,6 +161,7 @@ def wait_for_step(state, member):  # type: ignore[no-untyped-def]
     """Sleeps, outside Python, until a step begins; how many take part in it, 0 when the team ends instead."""
     while sem_wait(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member)) != 0:
         pass  # a signal came between
+    wait_for_count(state.ctypes.data + 8 * _BEGUN, state[_CALLED])
     return 0 if state[_STOP] else state[_PRESENT]
 
 
