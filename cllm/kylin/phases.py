@@ -186,9 +186,11 @@ def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untype
 
 
 @inlined
-def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_records, unit):  # type: ignore[no-untyped-def]
-    """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them. Pieces
-    are whole units of groups.
+def _claim_groups(task):  # type: ignore[no-untyped-def]
+    """(begin, end) of the next groups for a member, and (first, last) of the tokens with which to multiply them.
+
+    `task`: (the row's address, member, members, tokens, groups, records of a group, groups of which pieces are whole
+    multiples).
 
     With few tokens, which wait for memory, the members share the groups, so that each weight is read once. With more
     they share the tokens: what a member makes of its own stays in its own caches from phase to phase. Each then reads
@@ -197,20 +199,17 @@ def _claim_groups(row_at, member, num_members, num_tokens, num_groups, num_recor
     A piece has few enough groups that the members end together, and that their weights stay in the core's own cache
     while tile after tile of tokens reads them.
     """
+    row_at, member, num_members, num_tokens, num_groups, num_records, unit = task
     num_blocks = num_members if num_tokens >= 4 * num_members * num_members else 1
     num_units = num_groups // unit
     num_items = num_blocks * num_units if num_tokens else 0
     piece = max(1, min(num_items // (8 * num_members), CACHED_RECORDS // (num_records * unit)))
-    begin, end = claim(row_at, member, num_members, num_items, piece)
-    block = min(begin // num_units, num_blocks - 1)
-    num_eights, base = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, block * num_units
+    first, end = claim(row_at, member, num_members, num_items, piece)
+    block = min(first // num_units, num_blocks - 1)
+    begin, end = unit * (first - block * num_units), unit * (end - block * num_units)
+    num_eights = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     first, last = num_eights * block // num_blocks, num_eights * (block + 1) // num_blocks
-    return (
-        unit * (begin - base),
-        unit * (end - base),
-        BLOCK_TOKENS * first,
-        min(BLOCK_TOKENS * last, num_tokens),
-    )
+    return begin, end, BLOCK_TOKENS * first, min(BLOCK_TOKENS * last, num_tokens)
 
 
 @inlined
@@ -229,7 +228,8 @@ def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     for number in range(count):
         num_groups += longs(row[3] + 8 * MATRIX * number, MATRIX)[GROUPS]
     records = longs(row[3], MATRIX)[RECORDS]
-    begin, end, first, last = _claim_groups(row_at, member, num_members, num_tokens, num_groups, records, 1)
+    task = (row_at, member, num_members, num_tokens, num_groups, records, 1)
+    begin, end, first, last = _claim_groups(task)
     while begin < end:
         base = 0
         for number in range(count):
@@ -238,9 +238,7 @@ def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
             if low < high:
                 _multiply(m, matrix, adds, low, high, first, last)
             base += matrix[GROUPS]
-        begin, end, first, last = _claim_groups(
-            row_at, member, num_members, num_tokens, num_groups, records, 1
-        )
+        begin, end, first, last = _claim_groups(task)
 
 
 def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
@@ -251,17 +249,10 @@ def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untype
     """
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     gate, up, unit = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX), row[4]
-    num_tokens, num_groups, records, width = (
-        m[Field.NUM_TOKENS],
-        gate[GROUPS],
-        gate[RECORDS],
-        m[Field.FFN_WIDTH],
-    )
+    width, cached = m[Field.FFN_WIDTH], max(1, CACHED_RECORDS // gate[RECORDS])
     gates, ups = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
-    cached = max(1, CACHED_RECORDS // records)
-    begin, end, first, last = _claim_groups(
-        row_at, member, num_members, num_tokens, num_groups, records, unit
-    )
+    task = (row_at, member, num_members, m[Field.NUM_TOKENS], gate[GROUPS], gate[RECORDS], unit)
+    begin, end, first, last = _claim_groups(task)
     while begin < end:
         for low in range(begin, end, cached):
             high = min(low + cached, end)
@@ -271,9 +262,7 @@ def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untype
         for token in range(first, last):
             ops.silu_mul_row(gates[token, low:high], ups[token, low:high])
         _round(m, Field.GATED_ACTS, m[Field.GATE], width, row[5], first, last, low, high)
-        begin, end, first, last = _claim_groups(
-            row_at, member, num_members, num_tokens, num_groups, records, unit
-        )
+        begin, end, first, last = _claim_groups(task)
 
 
 PHASES = (
