@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from cllm.kylin.embedding import _KERNELS, Embedding
+from cllm.kylin.embedding import _DECODERS, Embedding
 from cllm.kylin.quants import DECODERS, dequantize
 
 
@@ -33,4 +33,4 @@ def test_rows_have_the_bits_of_the_decoder(ggml_type: GGMLQuantizationType) -> N
 
 
 def test_the_usual_types_are_compiled() -> None:
-    assert {kind.name for kind in _KERNELS} == {"Q4_K", "Q5_K", "Q6_K", "Q8_0"}
+    assert {kind.name for kind in _DECODERS} == {"Q4_K", "Q5_K", "Q6_K", "Q8_0"}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from . import attention_simd, step
 from .attendance import Attendance
+from .embedding import Embedding
 from .gguf import Tensor
 from .isa import host_isa
 from .kv_cache import KVCache
@@ -52,9 +53,17 @@ class FastPath:
     Until then nobody may use it, nor the `cache`, which must be new.
     """
 
-    def __init__(self, weights: Weights, cache: KVCache, team: Team, rope: tuple[Floats, Floats]) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        embedding: Embedding,
+        cache: KVCache,
+        team: Team,
+        rope: tuple[Floats, Floats],
+    ) -> None:
         self.description = f"SIMD ({host_isa()})"
         self._weights, self._cache, self._team, self._rope = weights, cache, team, rope
+        self._embedding = embedding
         self._arena = _make_arena(weights)
         # Without the GIL. The wait for memory would otherwise be up to half of a start.
         fresh = (self._arena, cache.keys[:1], cache.values[:1])
@@ -65,7 +74,7 @@ class FastPath:
 
     def prepare(self, progress: Progress) -> None:
         """Compiles and repacks. To be called once, before anything else."""
-        _compile_all(self._weights, progress)
+        _compile_all(self._weights, self._embedding, progress)
         self._memory.join()
         self._packed = _pack_all(self._weights, self._arena, self._team, progress)
         self._program = make_program(
@@ -73,25 +82,23 @@ class FastPath:
         )
         self._logits = np.empty((0, self._packed[self._weights.output.weight].padded_rows), np.float32)
 
-    def forward(self, embeddings: Floats, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
-        """Logits float32[R, V] of embeddings float32[T, D]; valid until the next call."""
+    def forward(self, token_ids: Ids, slots: Ids, positions: Ids, logit_rows: Ids) -> Floats:
+        """Logits float32[R, V] of the rows asked for of token ids [T]; valid until the next call."""
         if not self._is_enlisted:
             self._team.enlist(step.serve, self._program.arguments)
             self._is_enlisted = True
-        if len(embeddings) <= MAX_TOKENS:
+        if len(token_ids) <= MAX_TOKENS:
             logits = self._logit_buffer(len(logit_rows))
-            self._run(embeddings, slots, positions, logit_rows, logits)
+            self._run(token_ids, slots, positions, logit_rows, logits)
             return logits[:, : self._weights.shape.vocab_size]
         order = np.argsort(logit_rows // MAX_TOKENS, kind="stable")
         rows = logit_rows[order]
         logits = self._logit_buffer(len(rows))
-        for begin in range(0, len(embeddings), MAX_TOKENS):
-            end = min(begin + MAX_TOKENS, len(embeddings))
+        for begin in range(0, len(token_ids), MAX_TOKENS):
+            end = min(begin + MAX_TOKENS, len(token_ids))
             first, last = np.searchsorted(rows // MAX_TOKENS, (begin // MAX_TOKENS, begin // MAX_TOKENS + 1))
             part = slice(begin, end)
-            self._run(
-                embeddings[part], slots[part], positions[part], rows[first:last] - begin, logits[first:]
-            )
+            self._run(token_ids[part], slots[part], positions[part], rows[first:last] - begin, logits[first:])
         logits = logits[:, : self._weights.shape.vocab_size]
         in_order = (order[1:] > order[:-1]).all()
         return logits if in_order else logits[np.argsort(order)]
@@ -148,20 +155,23 @@ class FastPath:
             self._logits = np.empty((num_rows, self._logits.shape[1]), np.float32)
         return self._logits[:num_rows]
 
-    def _run(self, embeddings: Floats, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
-        program, num_members = self._program, self._attendance.of_step(len(embeddings))
-        inputs = (program.matrices[-1], embeddings, slots, positions, rows, logits)
-        times = step.lead(self._team.state, num_members, *program.arguments, *inputs)
-        self._attendance.learn(len(embeddings), *times)
+    def _run(self, token_ids: Ids, slots: Ids, positions: Ids, rows: Ids, logits: Floats) -> None:
+        program, num_members = self._program, self._attendance.of_step(len(token_ids))
+        if not self._embedding.is_compiled:
+            program.arrays["X"][0, : len(token_ids)] = self._embedding.rows(token_ids)
+        inputs = (self._embedding.operands, token_ids, slots, positions, rows, logits)
+        times = step.lead(self._team.state, num_members, *program.arguments, program.matrices[-1], *inputs)
+        self._attendance.learn(len(token_ids), *times)
         if self._weights.output.bias is not None:
             logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias
 
 
-def _compile_all(weights: Weights, progress: Progress) -> None:
+def _compile_all(weights: Weights, embedding: Embedding, progress: Progress) -> None:
     """Compiles what the model needs, or loads it from the cache on disk."""
     types = {layer.weight.type for layer in matrices_of(weights)}
     compilers: list[Callable[[], object]] = [partial(compiled_kernel, ggml_type) for ggml_type in types]
     compilers += [*(partial(phase_address, phase) for phase in PHASES), compile_loops]
+    compilers.append(lambda: embedding.operands)
     for number, compiler in enumerate(compilers):
         progress("compiling kernels", number, len(compilers))
         compiler()

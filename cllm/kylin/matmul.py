@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
@@ -21,7 +20,7 @@ from .isa import host_isa
 from .jit import intrinsic, kernel, native_function
 from .quants import ACTIVATION_ROUNDING
 from .rounding import records_shape
-from .simd import I64, make_internal
+from .simd import make_internal
 from .tile_loops import TileSizes, emit_groups
 from .tile_types import TILE_TYPES
 from .tiles import RECORD_BYTES, ROWS, WORD
@@ -131,27 +130,10 @@ def emitted_groups(typing_context, type_name, isa, numbers):  # type: ignore[no-
         name = f"cllm_{ggml_type.name}"
         function = emit_groups(builder.module, isa.literal_value, name, kind.record, sizes)
         make_internal(function)
-        builder.call(function, _unpacked(builder, values[2]))
+        builder.call(function, [builder.extract_value(values[2], i) for i in range(_NUM_ARGUMENTS)])
         return context.get_dummy_value()
 
     return types.void(type_name, isa, _ARGUMENTS), generate
-
-
-def _unpacked(builder: Any, numbers: Any) -> list[Any]:
-    return [builder.extract_value(numbers, i) for i in range(_NUM_ARGUMENTS)]
-
-
-@intrinsic
-def call_groups(typing_context, address, numbers):  # type: ignore[no-untyped-def]
-    """Calls the kernel at an address with `numbers`, the arguments of `tile_loops.emit_groups`."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [I64] * _NUM_ARGUMENTS)
-        function = builder.inttoptr(values[0], kind.as_pointer())
-        builder.call(function, _unpacked(builder, values[1]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, _ARGUMENTS), generate
 
 
 # --- repacking ----------------------------------------------------------------------------------------------------

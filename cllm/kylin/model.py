@@ -65,7 +65,7 @@ class Model:
         self._eps = np.float32(shape.rms_eps)
         self._fast: FastPath | None = None
         if kernels != "plain" and can_run_fast(weights):
-            self._fast = FastPath(weights, cache, team, (self._cos, self._sin))
+            self._fast = FastPath(weights, self._embedding, cache, team, (self._cos, self._sin))
 
     def prepare(self, progress: Progress = lambda stage, done, total: None) -> None:
         """Makes the fast kernels ready: once, before the first step. `progress` is told (stage, done, total)."""
@@ -88,10 +88,9 @@ class Model:
         `hook_pattern` is not among them, since this pass never holds a whole pattern. What a tap is shown
         may be overwritten afterwards: it copies what it keeps. The result is valid until the next call.
         """
-        x = self._embedding.rows(batch.token_ids)  # [T, D]
         if self._fast and tap is None:
-            return self._fast.forward(x, batch.slots, batch.positions, batch.logit_rows)
-        x = _see(tap, "hook_embed", x)
+            return self._fast.forward(batch.token_ids, batch.slots, batch.positions, batch.logit_rows)
+        x = _see(tap, "hook_embed", self._embedding.rows(batch.token_ids))  # [T, D]
         for layer in range(len(self.weights.blocks)):
             x = self._attention(layer, x, batch, tap)
             x = self._mlp(layer, x, tap)

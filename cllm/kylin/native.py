@@ -86,6 +86,20 @@ def cycles(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def call_native(typing_context, address, arguments):  # type: ignore[no-untyped-def]
+    """Calls the function at an address, one of `jit.native_function`, with a tuple of int64."""
+    count = len(arguments)
+    numbers = types.UniTuple(types.int64, count)  # type: ignore[no-untyped-call]
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        function = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), [I64] * count).as_pointer())
+        builder.call(function, [builder.extract_value(values[1], i) for i in range(count)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, numbers), generate
+
+
+@intrinsic
 def pointer(typing_context, address):  # type: ignore[no-untyped-def]
     """An address as what `numba.carray` takes."""
 

@@ -34,10 +34,8 @@ from .layout import (
     keys_and_values,
     longs,
 )
-from .matmul import call_groups
-from .native import carray, pointer
+from .native import call_native, carray, pointer
 from .ops_simd import norm_row
-from .rounding import call_rounding
 from .tiles import BLOCK_TOKENS, ROWS
 
 CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
@@ -49,7 +47,7 @@ def _round(m, acts, x, width, kinds, begin, end, first, last):  # type: ignore[n
     of each rounding in `kinds`, a set of bits, which the fields from `acts` on point to."""
     for kind in range(NUM_KINDS):
         if kinds >> kind & 1:
-            call_rounding(m[Field.ROUNDINGS + kind], x, width, m[acts + kind], begin, end, first, last)
+            call_native(m[Field.ROUNDINGS + kind], (x, width, m[acts + kind], begin, end, first, last))
 
 
 # --- the phases: (address of m, address of the program's row, member, members) -----------------------------------
@@ -216,7 +214,7 @@ def _claim_groups(task):  # type: ignore[no-untyped-def]
 def _multiply(m, matrix, adds, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong."""
     numbers = (matrix[OUT], matrix[OUT_STRIDE], matrix[RECORDS], first, last, begin, end, matrix[BIAS], adds)
-    call_groups(matrix[KERNEL], (matrix[DATA], m[matrix[ACTS]], *numbers))
+    call_native(matrix[KERNEL], (matrix[DATA], m[matrix[ACTS]], *numbers))
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]

@@ -8,11 +8,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
-from .jit import inlined, intrinsic, native_function
+from .jit import inlined, native_function
 from .native import carray, pointer
 from .plain_blocks import f16_to_f32
 from .rounding_simd import round_q8_0, round_q8_k
@@ -21,7 +19,6 @@ from .tiles import BLOCK_TOKENS, RECORD_BYTES, RECORD_VALUES
 _F32, _U32 = np.float32, np.uint32
 _K_BYTES, _PAIR_BYTES, _FLOAT_BYTES = (RECORD_BYTES[rounding] for rounding in ("q8_K", "q8_0", "none"))
 
-_NUM_ARGUMENTS = 7  # of a compiled rounding
 # Numbers of the roundings in compiled code. q8_0 and q8_1 differ in ggml only: here both keep the sums.
 KIND_OF = {"q8_K": 0, "q8_0": 1, "q8_1": 1, "f16": 2, "bf16": 3, "none": 4}
 
@@ -50,21 +47,7 @@ def compiled_rounding(kind: int) -> Any:
     by its address, so that a model compiles the kinds that it uses, once.
     """
     function = (_round_q8_k, _round_q8_0, _round_to_f16, _round_to_bf16, _copy)[kind]
-    return native_function(function, _NUM_ARGUMENTS)
-
-
-@intrinsic
-def call_rounding(  # type: ignore[no-untyped-def]
-    typing_context, address, x, width, out, begin, end, first, last
-):
-    """Calls `compiled_rounding` by its address."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * _NUM_ARGUMENTS)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * (1 + _NUM_ARGUMENTS)), generate
+    return native_function(function, 7)
 
 
 def _round_q8_k(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from .attention_simd import find_tiles
-from .jit import inlined, intrinsic, kernel, native_function
+from .embedding import put_rows
+from .jit import inlined, kernel, native_function
 from .layout import (
     ALL,
     COUNTED_AS,
@@ -29,11 +29,9 @@ from .layout import (
     TOKENS,
     WANTED,
     Field,
-    floats,
     ints,
 )
-from .native import carray, cycles, pointer
-from .simd import I64
+from .native import call_native, carray, cycles, pointer
 from .team import barrier, call_members, start_step, take_waited, wait_for_step
 
 
@@ -48,18 +46,21 @@ def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untype
 
 @kernel
 def lead(  # type: ignore[no-untyped-def]
-    state, num_members, sets, program, phase_cycles, output, embeddings, slots, positions, rows, logits
+    state, num_members, sets, program, phase_cycles, output, embedding, ids, slots, positions, rows, logits
 ):
     """One step, begun and joined by member 0: (cycles, cycles that members waited for others). The cache counts the
     tokens as held.
 
     sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
-    int64[len(PHASE_NAMES)], added to; output int64[MATRIX], the output's. Of the step: embeddings float32[T, D], slots
-    and positions int32[T]; rows int32[R], the tokens whose logits are wanted, and logits float32[>= R, padded V].
+    int64[len(PHASE_NAMES)], added to; output int64[MATRIX], the output's; embedding int64[3], `Embedding.operands`: of
+    one that is not compiled X has the rows. Of the step: token ids, slots and positions int32[T]; rows int32[R], the
+    tokens whose logits are wanted, and logits float32[>= R, padded V].
     """
     began = cycles()
     call_members(state, num_members)
-    _set_inputs(sets, embeddings, slots, positions, rows)
+    if embedding[0] != 0:
+        put_rows(embedding, ids, sets[ALL, Field.WIDTH], sets[ALL, Field.X])
+    _set_inputs(sets, slots, positions, rows)
     output[OUT] = logits.ctypes.data
     for m in sets:
         tiles = carray(pointer(m[Field.TILES]), (MAX_TOKENS, 2), np.int32)
@@ -75,10 +76,9 @@ def lead(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _set_inputs(sets, embeddings, slots, positions, rows):  # type: ignore[no-untyped-def]
-    num_tokens, num_rows = len(embeddings), len(rows)
+def _set_inputs(sets, slots, positions, rows):  # type: ignore[no-untyped-def]
+    num_tokens, num_rows = len(slots), len(rows)
     every, wanted = sets[ALL], sets[WANTED]
-    floats(every[Field.X], (MAX_TOKENS, embeddings.shape[1]))[:num_tokens] = embeddings
     ints(every[Field.SLOTS])[:num_tokens] = slots
     ints(every[Field.POSITIONS])[:num_tokens] = positions
     are_all_wanted = num_rows == num_tokens
@@ -97,7 +97,7 @@ def _run(state, member, num_members, sets, program, phase_cycles):  # type: igno
     clock = cycles()
     for number in range(len(program)):
         row = program[number]
-        call_phase(row[FUNCTION], sets[row[TOKENS]].ctypes.data, row.ctypes.data, member, num_members)
+        call_native(row[FUNCTION], (sets[row[TOKENS]].ctypes.data, row.ctypes.data, member, num_members))
         barrier(state, num_members)
         now = cycles()
         if member == 0:
@@ -105,23 +105,11 @@ def _run(state, member, num_members, sets, program, phase_cycles):  # type: igno
         clock = now
 
 
-@intrinsic
-def call_phase(typing_context, address, m, row, member, num_members):  # type: ignore[no-untyped-def]
-    """Calls the phase at an address."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 5), generate
-
-
 def compile_loops() -> None:
     """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
-    inputs = (types.float32[:, ::1], ids, ids, ids, types.float32[:, ::1])
-    lead.compile((numbers, types.int64, table, table, numbers, numbers, *inputs))
+    inputs = (ids, ids, ids, ids, types.float32[:, ::1])
+    lead.compile((numbers, types.int64, table, table, numbers, numbers, numbers, *inputs))
     serve.compile((numbers, types.int64, table, table, numbers))
 
 
