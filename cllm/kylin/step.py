@@ -115,5 +115,5 @@ def compile_loops() -> None:
 
 @cache
 def phase_address(phase: Callable[..., None]) -> int:
-    """The address of one of the phases below, compiled."""
+    """The address of one of `phases.py`, compiled."""
     return int(native_function(phase, 4).address)

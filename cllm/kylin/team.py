@@ -135,7 +135,7 @@ def _init_semaphores(state, num_members):  # type: ignore[no-untyped-def]
 @inlined
 def call_members(state, num_members):  # type: ignore[no-untyped-def]
     """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in the next step. Until
-    `start_step`, which must follow, the caller may prepare it: a thread takes 30 microseconds to wake."""
+    `start_step`, which must follow, the caller may prepare it: a thread takes 30 to 45 microseconds to wake."""
     state[_PRESENT] = num_members
     state[_BEFORE] = atomic_load(state.ctypes.data + 8 * _ARRIVED)
     state[_CALLED] = atomic_load(state.ctypes.data + 8 * _BEGUN) + 1
