@@ -6,7 +6,7 @@ from memory behind the weights; compiled code takes a few. It knows tensors and 
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import plain_blocks as pb
 from .gguf import Tensor
-from .jit import inlined, kernel, native_function
+from .jit import inlined, native_function
 from .native import call_native, carray, pointer
 from .plain_blocks import half
 from .quants import dequantize
@@ -40,31 +40,25 @@ class Embedding:
         if not self.is_compiled:
             return np.zeros(3, np.int64)
         data = self._tensor.data
-        return np.array([_compiled(self._tensor.type).address, data.ctypes.data, data.shape[1]], np.int64)
+        return np.array([self._decoder().address, data.ctypes.data, data.shape[1]], np.int64)
 
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Those of `ids` int32[T], which must lie within it: float32[T, D]."""
         if not self.is_compiled:
             return dequantize(self._tensor.data[ids], self._tensor.type)
-        out = np.empty((len(ids), self._tensor.shape[1]), _F32)
-        _put_rows(self.operands, ids, out)
+        ids, out = np.ascontiguousarray(ids, np.int32), np.empty((len(ids), self._tensor.shape[1]), _F32)
+        _, data, row_bytes = self.operands.tolist()
+        self._decoder().ctypes(data, row_bytes, ids.ctypes.data, len(ids), out.shape[1], out.ctypes.data)
         return out
 
-
-@cache
-def _compiled(ggml_type: GGMLQuantizationType) -> Any:
-    return native_function(_DECODERS[ggml_type], 6)
+    def _decoder(self) -> Any:
+        return native_function(_DECODERS[self._tensor.type], 6)
 
 
 @inlined
 def put_rows(embedding, ids, width, out_at):  # type: ignore[no-untyped-def]
     """Rows of a compiled type to float32[T, width] at an address. `embedding`: its operands; ids int32[T]."""
     call_native(embedding[0], (embedding[1], embedding[2], ids.ctypes.data, len(ids), width, out_at))
-
-
-@kernel
-def _put_rows(embedding, ids, out):  # type: ignore[no-untyped-def]
-    put_rows(embedding, ids, out.shape[1], out.ctypes.data)
 
 
 # --- decoders: (address of rows, bytes of one, address of ids int32[T], T, width, address of float32[T, width]) ---

@@ -38,10 +38,12 @@ def kernel(function: Callable[..., Any], signature: Any = None) -> Any:
     return _cached(lambda: njit(signature, nogil=True, cache=True, error_model="numpy")(function))
 
 
+@cache
 def native_function(function: Callable[..., Any], num_arguments: int) -> Any:
     """Compiles a function of int64 arguments to machine code with a fixed `address`, and `ctypes` to call it by.
 
-    Compiled code calls it through the address, so it is compiled once and not again with each of its callers.
+    Compiled code calls it through the address, so it is compiled once and not again with each of its callers. It is
+    kept, since an address keeps nothing alive.
     """
     signature = types.void(*(types.int64,) * num_arguments)
     return _cached(lambda: cfunc(signature, cache=True, error_model="numpy")(function))

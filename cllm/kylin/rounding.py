@@ -4,7 +4,6 @@ know weights, models or threads."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ def round_rows(x: NDArray[np.float32], rounding: str) -> NDArray[np.uint8]:
     return out
 
 
-@cache
 def compiled_rounding(kind: int) -> Any:
     """The compiled rounding of a kind, with `address` and `ctypes`: a function of seven int64.
 

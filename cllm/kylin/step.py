@@ -9,7 +9,6 @@ phase of `phases.py` and its operands. This module must not know what a phase do
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from numba import types
@@ -113,7 +112,6 @@ def compile_loops() -> None:
     serve.compile((numbers, types.int64, table, table, numbers))
 
 
-@cache
 def phase_address(phase: Callable[..., None]) -> int:
     """The address of one of `phases.py`, compiled."""
     return int(native_function(phase, 4).address)
