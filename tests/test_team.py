@@ -39,7 +39,7 @@ def work(state, member, num_members, counts):  # type: ignore[no-untyped-def]
         for other in range(num_members):
             total += counts[phase - 1, other]
         counts[phase, member] = total // num_members + 1
-        barrier(state, num_members)
+        barrier(state, member, num_members)
 
 
 @njit(nogil=True)
@@ -187,7 +187,7 @@ def late(state, member):  # type: ignore[no-untyped-def]
     num_members = wait_for_step(state, member)
     while num_members:
         usleep(np.uint32(20_000))
-        barrier(state, num_members)
+        barrier(state, member, num_members)
         num_members = wait_for_step(state, member)
 
 
@@ -195,7 +195,7 @@ def late(state, member):  # type: ignore[no-untyped-def]
 def lead_late(state, num_members):  # type: ignore[no-untyped-def]
     begin_step(state, num_members)
     began = cycles()
-    barrier(state, num_members)
+    barrier(state, 0, num_members)
     return cycles() - began, take_waited(state)
 
 

@@ -47,7 +47,7 @@ def atomic_store(typing_context, address, value):  # type: ignore[no-untyped-def
     """Puts a value at an address; whoever reads it there sees what was written before."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        builder.store_atomic(values[1], _pointer(builder, values[0]), "seq_cst", 8)
+        builder.store_atomic(values[1], _pointer(builder, values[0]), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

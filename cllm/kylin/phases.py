@@ -89,7 +89,7 @@ def rope_and_store_f16(m_at, row_at, member, num_members):  # type: ignore[no-un
     """Norms of the heads and rotation; keys and values into the cache.
 
     Operands: norm of q and of k (0: none), the layer's number. Pieces: as many tokens as a block of the cache has, or
-    a member's share where that is less; of fewer tokens than members, one kv-head with its queries.
+    a member's share where that is less.
     """
     _rope_and_store(m_at, row_at, member, num_members, np.uint16)
 
@@ -102,6 +102,20 @@ def rope_and_store_f32(m_at, row_at, member, num_members):  # type: ignore[no-un
 @inlined
 def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untyped-def]
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
+    num_tokens, kv_heads = m[Field.NUM_TOKENS], m[Field.KV_HEADS]
+    block = max(1, min(BLOCK, (num_tokens + num_members - 1) // num_members))
+    num_items = (num_tokens + block - 1) // block
+    item, stop = claim(row_at, member, num_members, num_items, 1)
+    while item < stop:
+        begin, end = item * block, min((item + 1) * block, num_tokens)
+        _make_heads(m, row[3], row[4], row[5], begin, end, 0, kv_heads, dtype)
+        item, stop = claim(row_at, member, num_members, num_items, 1)
+
+
+@inlined
+def _make_heads(m, q_norm, k_norm, layer, begin, end, first, last, dtype):  # type: ignore[no-untyped-def]
+    """The kv-heads first <= h < last of the tokens begin <= t < end, and their queries: normed, unless the norms are 0,
+    and turned; keys and values into the cache."""
     heads, kv_heads, width = m[Field.HEADS], m[Field.KV_HEADS], m[Field.HEAD_WIDTH]
     q, k = floats(m[Field.Q], (MAX_TOKENS, heads, width)), floats(m[Field.K], (MAX_TOKENS, kv_heads, width))
     v = floats(m[Field.V], (MAX_TOKENS, kv_heads, width))
@@ -110,29 +124,21 @@ def _rope_and_store(m_at, row_at, member, num_members, dtype):  # type: ignore[n
     positions, slots = ints(m[Field.POSITIONS]), ints(m[Field.SLOTS])
     tables = carray(pointer(m[Field.TABLES]), (m[Field.NUM_SLOTS], m[Field.SLOT_BLOCKS]), np.int32)
     keys, values = keys_and_values(m, dtype)
-    num_tokens, group = m[Field.NUM_TOKENS], heads // kv_heads
-    block = max(1, min(BLOCK, (num_tokens + num_members - 1) // num_members))
-    parts = 1 if num_tokens >= num_members else kv_heads  # into which the heads of a block of tokens are cut
-    num_items = (num_tokens + block - 1) // block * parts
-    item, stop = claim(row_at, member, num_members, num_items, 1)
-    while item < stop:
-        begin, first = item // parts * block, item % parts
-        end, last = min(begin + block, num_tokens), first + kv_heads // parts
-        for token in range(begin, end):
-            queries, new_keys = q[token, group * first : group * last], k[token, first:last]
-            if row[3] != 0:
-                _norm_heads(queries, row[3], m[Field.EPS])
-                _norm_heads(new_keys, row[4], m[Field.EPS])
-            at = positions[token]
-            if m[Field.HALVES]:
-                ops.turn_halves(queries, cos[at], sin[at])
-                ops.turn_halves(new_keys, cos[at], sin[at])
-            else:
-                ops.turn_neighbours(queries, cos[at], sin[at])
-                ops.turn_neighbours(new_keys, cos[at], sin[at])
-        for head in range(first, last):
-            store_head(k, v, keys, values, row[5], tables, slots, positions, head, begin, end)
-        item, stop = claim(row_at, member, num_members, num_items, 1)
+    group = heads // kv_heads
+    for token in range(begin, end):
+        queries, new_keys = q[token, group * first : group * last], k[token, first:last]
+        if q_norm != 0:
+            _norm_heads(queries, q_norm, m[Field.EPS])
+            _norm_heads(new_keys, k_norm, m[Field.EPS])
+        at = positions[token]
+        if m[Field.HALVES]:
+            ops.turn_halves(queries, cos[at], sin[at])
+            ops.turn_halves(new_keys, cos[at], sin[at])
+        else:
+            ops.turn_neighbours(queries, cos[at], sin[at])
+            ops.turn_neighbours(new_keys, cos[at], sin[at])
+    for head in range(first, last):
+        store_head(k, v, keys, values, layer, tables, slots, positions, head, begin, end)
 
 
 @inlined
@@ -146,7 +152,8 @@ def _norm_heads(heads, weight, eps):  # type: ignore[no-untyped-def]
 def attend_f16(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
     """Z of all tokens, and its rounding. Pieces: a tile of tokens on one kv-head.
 
-    Operands: the layer's number, kinds, which are none where the queries of a kv-head are no whole records.
+    Operands: the layer's number; kinds, which are none where the queries of a kv-head are no whole records; whether the
+    kv-heads are yet to be made, as by `rope_and_store_f16` with the norms that follow.
     """
     _attend(m_at, row_at, member, num_members, np.uint16)
 
@@ -174,6 +181,8 @@ def _attend(m_at, row_at, member, num_members, dtype):  # type: ignore[no-untype
     while item < stop:
         tile, kv_head = item // kv_heads, item % kv_heads
         begin, end = tiles[tile, 0], tiles[tile, 1]
+        if row[5]:
+            _make_heads(m, row[6], row[7], row[3], begin, end, kv_head, kv_head + 1, dtype)
         attend_tile(q, keys, values, row[3], tables, slots, positions, begin, end, kv_head, rows, scores, z)
         first = columns * kv_head
         _round(m, Field.ACTS, m[Field.Z], width * heads, row[4], begin, end, first, first + columns)
@@ -211,31 +220,57 @@ def _claim_groups(task):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _multiply(m, matrix, adds, begin, end, first, last):  # type: ignore[no-untyped-def]
-    """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong."""
-    numbers = (matrix[OUT], matrix[OUT_STRIDE], matrix[RECORDS], first, last, begin, end, matrix[BIAS], adds)
+def _norm_own(m, weight, matrix_at, count, member):  # type: ignore[no-untyped-def]
+    """Norms the step's only token, in a row of H and of the records that no other member has, for `count` matrices: the
+    number of that row. Of no weight, 0: nothing is done, and row 0 is that of all.
+
+    Where each member does this for itself, none waits for one that does it for all.
+    """
+    if weight == 0:
+        return 0
+    own, h, width, kinds = BLOCK_TOKENS * member, m[Field.H], m[Field.WIDTH], 0
+    for number in range(count):
+        kinds |= 1 << (longs(matrix_at + 8 * MATRIX * number, MATRIX)[ACTS] - Field.ACTS)
+    norm_row(m[Field.X], weight, m[Field.EPS], h + 4 * width * own, width)
+    _round(m, Field.ACTS, h, width, kinds, own, own + 1, 0, width)
+    return own
+
+
+@inlined
+def _multiply(m, matrix, adds, begin, end, first, last, own):  # type: ignore[no-untyped-def]
+    """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong.
+    The records of token t are in row `own` + t."""
+    out = matrix[OUT] - own * matrix[OUT_STRIDE]
+    tokens_and_groups = (own + first, own + last, begin, end)
+    numbers = (out, matrix[OUT_STRIDE], matrix[RECORDS], *tokens_and_groups, matrix[BIAS], adds)
     call_native(matrix[KERNEL], (matrix[DATA], m[matrix[ACTS]], *numbers))
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]
-    """Products with the same activations. Operands: up to three matrices that follow each other, how many, and
-    whether the products are added to what is there."""
+    """Products with the same activations. Operands: up to three matrices that follow each other, how many, whether the
+    products are added to what is there; into how many parts each matrix is cut, of which all first ones go before all
+    second ones; the norm of X that each member is to make first, or 0."""
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
-    num_tokens, count, adds = m[Field.NUM_TOKENS], row[4], row[5]
+    count, adds, parts = row[4], row[5], row[6]
     num_groups = 0
     for number in range(count):
         num_groups += longs(row[3] + 8 * MATRIX * number, MATRIX)[GROUPS]
     records = longs(row[3], MATRIX)[RECORDS]
-    task = (row_at, member, num_members, num_tokens, num_groups, records, 1)
+    own = _norm_own(m, row[7], row[3], count, member)
+    task = (row_at, member, num_members, m[Field.NUM_TOKENS], num_groups, records, 1)
     begin, end, first, last = _claim_groups(task)
     while begin < end:
-        base = 0
-        for number in range(count):
-            matrix = longs(row[3] + 8 * MATRIX * number, MATRIX)
-            low, high = max(begin - base, 0), min(end - base, matrix[GROUPS])
-            if low < high:
-                _multiply(m, matrix, adds, low, high, first, last)
-            base += matrix[GROUPS]
+        part = begin * parts // num_groups
+        base = part * (num_groups // parts)
+        while base < end:
+            for number in range(count):
+                matrix = longs(row[3] + 8 * MATRIX * number, MATRIX)
+                size = matrix[GROUPS] // parts
+                low, high = max(begin - base, 0), min(end - base, size)
+                if low < high:
+                    _multiply(m, matrix, adds, part * size + low, part * size + high, first, last, own)
+                base += size
+            part += 1
         begin, end, first, last = _claim_groups(task)
 
 
@@ -243,19 +278,20 @@ def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untype
     """GATE = silu(gate) * up, and its rounding.
 
     Operands: the first of two matrices that follow each other; groups whose rows are whole records, and kinds, or 1
-    and none where a phase of its own rounds.
+    and none where a phase of its own rounds; the norm of X that each member is to make first, or 0.
     """
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     gate, up, unit = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX), row[4]
     width, cached = m[Field.FFN_WIDTH], max(1, CACHED_RECORDS // gate[RECORDS])
     gates, ups = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
+    own = _norm_own(m, row[6], row[3], 2, member)
     task = (row_at, member, num_members, m[Field.NUM_TOKENS], gate[GROUPS], gate[RECORDS], unit)
     begin, end, first, last = _claim_groups(task)
     while begin < end:
         for low in range(begin, end, cached):
             high = min(low + cached, end)
-            _multiply(m, gate, 0, low, high, first, last)
-            _multiply(m, up, 0, low, high, first, last)
+            _multiply(m, gate, 0, low, high, first, last, own)
+            _multiply(m, up, 0, low, high, first, last, own)
         low, high = ROWS * begin, ROWS * end
         for token in range(first, last):
             ops.silu_mul_row(gates[token, low:high], ups[token, low:high])

@@ -20,7 +20,7 @@ from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
 from .rounding import KIND_OF, compiled_rounding, records_shape
 from .step import phase_address
-from .tiles import RECORD_VALUES, ROWS
+from .tiles import BLOCK_TOKENS, RECORD_VALUES, ROWS
 from .weights import Floats, Linear, ModelShape, Weights
 
 _A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
@@ -36,14 +36,14 @@ class Program:
     """A program with its buffers."""
 
     sets: NDArray[np.int64]  # fields of each set of tokens
-    rows: NDArray[np.int64]
+    rows: tuple[NDArray[np.int64], NDArray[np.int64]]  # of steps of any tokens, and of those of one
     phase_cycles: NDArray[np.int64]
     matrices: NDArray[np.int64]
     arrays: Mapping[str, NDArray[Any]]  # inputs and buffers, by the name of their field
     kept: tuple[object, ...]  # whatever else an address points into
 
     @property
-    def arguments(self) -> tuple[NDArray[np.int64], ...]:
+    def arguments(self) -> tuple[Any, ...]:
         """What `step.lead` and `step.serve` take of it."""
         return self.sets, self.rows, self.phase_cycles
 
@@ -67,76 +67,112 @@ def make_program(
 
     `num_members`: of the team that runs it.
     """
-    arrays, records = _make_arrays(weights.shape), _make_records(weights, packed)
-    eps = np.array([weights.shape.rms_eps], np.float32)
-    sets = _make_fields(weights.shape, arrays, records, cache, rope, eps)
+    shape = weights.shape
+    num_rows = max(
+        MAX_TOKENS, BLOCK_TOKENS * num_members
+    )  # of what single tokens are normed to, a block a member
+    arrays, records = _make_arrays(shape, num_rows), _make_records(weights, packed, num_rows)
+    eps = np.array([shape.rms_eps], np.float32)
+    sets = _make_fields(shape, arrays, records, cache, rope, eps)
     matrices = _make_matrices(weights, packed, arrays)
     roundings = [packed[layer.weight].rounding for layer in matrices_of(weights)]
-    rows, is_f16 = _Rows(matrices, roundings, num_members), cache.keys.dtype == np.uint16
-    for layer in range(len(weights.blocks) - 1):
-        _add_layer(rows, weights, layer, arrays, is_f16=is_f16)
-    # Of the last layer later tokens need the keys and values of all, but nothing else of those without logits.
-    rows.tokens = layout.KEYS_ONLY
-    _add_projections(rows, weights, len(weights.blocks) - 1, _K, is_f16=is_f16)
-    rows.tokens = layout.WANTED
-    rows.add(phases.gather, "norm", sets[layout.ALL, Field.X])
-    _add_layer(rows, weights, len(weights.blocks) - 1, arrays, is_f16=is_f16)
-    last = len(matrices) - 1
-    rows.add(phases.norm_and_round, "norm", weights.output_norm.ctypes.data, rows.kinds(last, 1))
-    rows.add(phases.multiply, "output", rows.matrix(last), 1, False)
+    programs = []
+    for is_single in (False, True):
+        rows = _Rows(
+            matrices, roundings, num_members, is_f16=cache.keys.dtype == np.uint16, is_single=is_single
+        )
+        _add_all(rows, weights, arrays)
+        programs.append(rows.finished())
     kept = (weights, packed, records, cache, rope, eps)
-    return Program(sets, rows.finished(), np.zeros(len(PHASE_NAMES), np.int64), matrices, arrays, kept)
+    cycles = np.zeros(len(PHASE_NAMES), np.int64)
+    return Program(sets, (programs[0], programs[1]), cycles, matrices, arrays, kept)
 
 
-def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int, *, is_f16: bool) -> None:
-    """Queries, keys and values of one block, from the matrix `start` on, and the latter two into the cache."""
+def _add_all(rows: _Rows, weights: Weights, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """The phases of a step."""
+    last_layer, output = len(weights.blocks) - 1, _A_LAYER * len(weights.blocks)
+    for layer in range(last_layer):
+        _add_layer(rows, weights, layer, arrays)
+    # Of the last layer later tokens need the keys and values of all, but nothing else of those without logits.
+    if not rows.is_single:
+        rows.tokens = layout.KEYS_ONLY
+        _add_projections(rows, weights, last_layer, _K)
+    rows.tokens = layout.WANTED
+    rows.add(phases.gather, "norm", arrays["X"].ctypes.data)
+    _add_layer(rows, weights, last_layer, arrays)
+    norm = rows.norm(weights.output_norm, output, 1)
+    rows.add(phases.multiply, "output", rows.matrix(output), 1, False, 1, norm)
+
+
+def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int) -> tuple[int, ...]:
+    """Queries, keys and values of one block, from the matrix `start` on, and the latter two into the cache: what
+    attention has to know of that, since of a single token it makes its kv-heads itself."""
     block, first, count = weights.blocks[layer], _A_LAYER * layer + start, _OUTPUT - start
     norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
-    store = phases.rope_and_store_f16 if is_f16 else phases.rope_and_store_f32
-    rows.add(phases.norm_and_round, "norm", block.attn_norm.ctypes.data, rows.kinds(first, count))
-    rows.add(phases.multiply, "qkv", rows.matrix(first), count, False)
-    rows.add(store, "rope", *norms, layer)
+    norm = rows.norm(block.attn_norm, first, count)
+    # Such parts that a member makes the kv-heads that it attends to.
+    parts = math.gcd(weights.shape.num_kv_heads, rows.num_members)
+    rows.add(phases.multiply, "qkv", rows.matrix(first), count, False, parts, norm)
+    if not rows.is_single:
+        store = phases.rope_and_store_f16 if rows.is_f16 else phases.rope_and_store_f32
+        rows.add(store, "rope", *norms, layer)
+    return (rows.is_single, *norms)
 
 
-def _add_layer(
-    rows: _Rows, weights: Weights, layer: int, arrays: Mapping[str, NDArray[Any]], *, is_f16: bool
-) -> None:
+def _add_layer(rows: _Rows, weights: Weights, layer: int, arrays: Mapping[str, NDArray[Any]]) -> None:
     """The phases of one block."""
     block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
     output, gate, down = first + _OUTPUT, first + _GATE, first + _DOWN
-    attend = phases.attend_f16 if is_f16 else phases.attend_f32
-    _add_projections(rows, weights, layer, _Q, is_f16=is_f16)
+    attend = phases.attend_f16 if rows.is_f16 else phases.attend_f32
+    heads = _add_projections(rows, weights, layer, _Q)
     # What a member has made it rounds at once, where its pieces are whole records and enough for all members.
     z, z_width = arrays["Z"].ctypes.data, shape.num_heads * shape.head_width
     if z_width // shape.num_kv_heads % rows.record_values(output) == 0:
-        rows.add(attend, "attention", layer, rows.kinds(output, 1))
+        rows.add(attend, "attention", layer, rows.kinds(output, 1), *heads)
     else:
-        rows.add(attend, "attention", layer, 0)
+        rows.add(attend, "attention", layer, 0, *heads)
         rows.add(phases.round_only, "norm", z, z_width, rows.kinds(output, 1), Field.ACTS)
-    rows.add(phases.multiply, "attn_output", rows.matrix(output), 1, True)
-    rows.add(phases.norm_and_round, "norm", block.ffn_norm.ctypes.data, rows.kinds(gate, 2))
+    rows.add(phases.multiply, "attn_output", rows.matrix(output), 1, True, 1, 0)
+    norm = rows.norm(block.ffn_norm, gate, 2)
     num_records, rest = divmod(shape.ffn_width, rows.record_values(down))
     if rest == 0 and num_records >= _RECORDS_A_MEMBER * rows.num_members:
         unit = rows.record_values(down) // ROWS
-        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), unit, rows.kinds(down, 1))
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), unit, rows.kinds(down, 1), norm)
     else:
-        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), 1, 0)
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), 1, 0, norm)
         post = arrays["GATE"].ctypes.data
         rows.add(phases.round_only, "norm", post, shape.ffn_width, rows.kinds(down, 1), Field.GATED_ACTS)
-    rows.add(phases.multiply, "down", rows.matrix(down), 1, True)
+    rows.add(phases.multiply, "down", rows.matrix(down), 1, True, 1, 0)
 
 
 class _Rows:
-    """The rows of a program as they are added."""
+    """The rows of a program as they are added; `is_single`: of one for steps of a single token."""
 
-    def __init__(self, matrices: NDArray[np.int64], roundings: Sequence[str], num_members: int) -> None:
+    def __init__(
+        self,
+        matrices: NDArray[np.int64],
+        roundings: Sequence[str],
+        num_members: int,
+        *,
+        is_f16: bool,
+        is_single: bool,
+    ) -> None:
         self._matrices, self._roundings, self.num_members = matrices, roundings, num_members
+        self.is_f16, self.is_single = is_f16, is_single
         self.tokens = layout.ALL  # on which the next phases work
         self._rows: list[list[int]] = []
 
     def add(self, phase: Callable[..., None], counted_as: str, *operands: int) -> None:
         numbers = [phase_address(phase), PHASE_NAMES.index(counted_as), self.tokens, *map(int, operands)]
         self._rows.append(numbers + [0] * (layout.OPERANDS - len(numbers)))
+
+    def norm(self, weight: Floats, first: int, count: int) -> int:
+        """The norm before `count` matrices: as a phase, or, of a single token, the operand of the next product, upon
+        which each member makes it for itself."""
+        if self.is_single:
+            return int(weight.ctypes.data)
+        self.add(phases.norm_and_round, "norm", weight.ctypes.data, self.kinds(first, count))
+        return 0
 
     def matrix(self, number: int) -> int:
         """The address of a row of the table of matrices."""
@@ -160,8 +196,8 @@ class _Rows:
         return rows
 
 
-def _make_arrays(shape: ModelShape) -> dict[str, NDArray[Any]]:
-    """Inputs and buffers of a step."""
+def _make_arrays(shape: ModelShape, num_rows: int) -> dict[str, NDArray[Any]]:
+    """Inputs and buffers of a step; H has `num_rows`."""
     width, ffn = (shape.width,), (shape.ffn_width,)
     heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
     floats = {"X": width, "H": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
@@ -170,7 +206,8 @@ def _make_arrays(shape: ModelShape) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
     for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
         for name, rest in shapes.items():
-            arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (MAX_TOKENS, *rest), dtype)
+            rows = num_rows if name == "H" else MAX_TOKENS
+            arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (rows, *rest), dtype)
     return arrays
 
 
@@ -179,12 +216,14 @@ def _acts_field(number: int, rounding: str) -> int:
     return (Field.GATED_ACTS if number % _A_LAYER == _DOWN else Field.ACTS) + KIND_OF[rounding]
 
 
-def _make_records(weights: Weights, packed: Mapping[Tensor, PackedMatrix]) -> dict[int, NDArray[np.uint8]]:
-    """For each field of records room for the longest rows of it."""
+def _make_records(
+    weights: Weights, packed: Mapping[Tensor, PackedMatrix], num_rows: int
+) -> dict[int, NDArray[np.uint8]]:
+    """For each field of records room for `num_rows` of its longest rows."""
     sizes: dict[int, int] = {}
     for number, layer in enumerate(matrices_of(weights)):
         matrix = packed[layer.weight]
-        size = math.prod(records_shape(matrix.rounding, MAX_TOKENS, matrix.num_columns))
+        size = math.prod(records_shape(matrix.rounding, num_rows, matrix.num_columns))
         field = _acts_field(number, matrix.rounding)
         sizes[field] = max(sizes.get(field, 0), size)
     return {field: np.zeros(size, np.uint8) for field, size in sizes.items()}

@@ -35,25 +35,25 @@ from .team import barrier, call_members, start_step, take_waited, wait_for_step
 
 
 @kernel
-def serve(state, member, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
+def serve(state, member, sets, programs, phase_cycles):  # type: ignore[no-untyped-def]
     """What the members 1, 2, .. of a team do until it ends."""
     num_members = wait_for_step(state, member)
     while num_members:
-        _run(state, member, num_members, sets, program, phase_cycles)
+        _run(state, member, num_members, sets, _program_of(sets, programs), phase_cycles)
         num_members = wait_for_step(state, member)
 
 
 @kernel
 def lead(  # type: ignore[no-untyped-def]
-    state, num_members, sets, program, phase_cycles, output, embedding, ids, slots, positions, rows, logits
+    state, num_members, sets, programs, phase_cycles, output, embedding, ids, slots, positions, rows, logits
 ):
     """One step, begun and joined by member 0: (cycles, cycles that members waited for others). The cache counts the
     tokens as held.
 
-    sets int64[sets of tokens, NUM_FIELDS]; program int64[phases, OPERANDS + LINE * members]; phase_cycles
-    int64[len(PHASE_NAMES)], added to; output int64[MATRIX], the output's; embedding int64[3], `Embedding.operands`: of
-    one that is not compiled X has the rows. Of the step: token ids, slots and positions int32[T]; rows int32[R], the
-    tokens whose logits are wanted, and logits float32[>= R, padded V].
+    sets int64[sets of tokens, NUM_FIELDS]; programs (int64[phases, OPERANDS + LINE * members],) * 2, of any tokens and
+    of one; phase_cycles int64[len(PHASE_NAMES)], added to; output int64[MATRIX], the output's; embedding int64[3],
+    `Embedding.operands`: of one that is not compiled X has the rows. Of the step: token ids, slots and positions
+    int32[T]; rows int32[R], the tokens whose logits are wanted, and logits float32[>= R, padded V].
     """
     began = cycles()
     call_members(state, num_members)
@@ -66,6 +66,7 @@ def lead(  # type: ignore[no-untyped-def]
         m[Field.NUM_TILES] = find_tiles(
             ints(m[Field.SLOTS]), ints(m[Field.POSITIONS]), m[Field.NUM_TOKENS], tiles
         )
+    program = _program_of(sets, programs)
     for number in range(len(program)):
         for member in range(num_members):
             program[number, OPERANDS + LINE * member] = 0
@@ -92,12 +93,19 @@ def _set_inputs(sets, slots, positions, rows):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _program_of(sets, programs):  # type: ignore[no-untyped-def]
+    """That of this step: the second for a single token whose logits are wanted."""
+    is_single = sets[ALL, Field.NUM_TOKENS] == 1 and sets[WANTED, Field.NUM_TOKENS] == 1
+    return programs[1] if is_single else programs[0]
+
+
+@inlined
 def _run(state, member, num_members, sets, program, phase_cycles):  # type: ignore[no-untyped-def]
     clock = cycles()
     for number in range(len(program)):
         row = program[number]
         call_native(row[FUNCTION], (sets[row[TOKENS]].ctypes.data, row.ctypes.data, member, num_members))
-        barrier(state, num_members)
+        barrier(state, member, num_members)
         now = cycles()
         if member == 0:
             phase_cycles[row[COUNTED_AS]] += now - clock
@@ -108,8 +116,9 @@ def compile_loops() -> None:
     """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
     inputs = (ids, ids, ids, ids, types.float32[:, ::1])
-    lead.compile((numbers, types.int64, table, table, numbers, numbers, numbers, *inputs))
-    serve.compile((numbers, types.int64, table, table, numbers))
+    arguments = (numbers, types.int64, table, types.Tuple((table, table)), numbers)
+    lead.compile((*arguments, numbers, numbers, *inputs))
+    serve.compile(arguments)
 
 
 def phase_address(phase: Callable[..., None]) -> int:

@@ -19,17 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jit import inlined, kernel
-from .native import atomic_add, atomic_load, cycles, pause, sched_yield, sem_init, sem_post, sem_wait
+from .native import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    cycles,
+    pause,
+    sched_yield,
+    sem_init,
+    sem_post,
+    sem_wait,
+)
 
 CAN_ENLIST = sys.platform == "linux"  # unnamed semaphores
 
 _Work = tuple[Callable[[int, int], None], int, int]
 _LINE = 8  # int64s of a cache line: what different threads write stands on different lines
-# Places in a team's state: whether it ends; who takes part in the step; how many had arrived at barriers when it began;
-# cycles waited; the step that members were called for; arrivals and steps begun, each on a line of its own;
-# semaphores, one a line.
+# Places in a team's state: whether it ends; who takes part in the step; barriers that member 0 had come to before it;
+# cycles waited; the step that members were called for; steps begun; and a line for each member: the number of the last
+# barrier that it came to, and its semaphore.
 _STOP, _PRESENT, _BEFORE, _WAITED, _CALLED = range(5)
-_ARRIVED, _BEGUN, _SEMAPHORES = _LINE, 2 * _LINE, 3 * _LINE
+_BEGUN, _MEMBERS = _LINE, 2 * _LINE
+_SEMAPHORE = 1  # behind the number
 _SPINS = 1000  # before a waiting thread offers its core to others
 
 
@@ -40,7 +51,7 @@ class Team:
         self.num_threads = num_threads
         self._inboxes: list[SimpleQueue[_Work | None]] = []
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self.state = np.zeros(_SEMAPHORES + _LINE * num_threads, np.int64)
+        self.state = np.zeros(_MEMBERS + _LINE * num_threads, np.int64)
         self._helpers: list[threading.Thread] = []
         self._members: list[threading.Thread] = []
         threads = (self._inboxes, self._helpers, self._members)
@@ -80,8 +91,8 @@ class Team:
     def enlist(self, serve: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Starts `serve(state, member, *arguments)` for the members 1, 2, .. of the team, once.
 
-        `serve` is a kernel of the form `while wait_for_step(state, member) > 0: ...; barrier(state, num_members)`.
-        The caller is member 0, which begins each step with `begin_step`.
+        `serve` is a kernel of the form `while wait_for_step(state, member) > 0: ...; barrier(state, member, num)`. The
+        caller is member 0, which begins each step with `begin_step`.
         """
         if self._members:
             raise ValueError("the team has been enlisted already")
@@ -129,7 +140,12 @@ def _end_threads(
 @kernel
 def _init_semaphores(state, num_members):  # type: ignore[no-untyped-def]
     for member in range(num_members):
-        sem_init(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member), np.int32(0), np.uint32(0))
+        sem_init(_line_of(state, member) + 8 * _SEMAPHORE, np.int32(0), np.uint32(0))
+
+
+@inlined
+def _line_of(state, member):  # type: ignore[no-untyped-def]
+    return state.ctypes.data + 8 * (_MEMBERS + _LINE * member)
 
 
 @inlined
@@ -137,10 +153,10 @@ def call_members(state, num_members):  # type: ignore[no-untyped-def]
     """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in the next step. Until
     `start_step`, which must follow, the caller may prepare it: a thread takes 30 to 45 microseconds to wake."""
     state[_PRESENT] = num_members
-    state[_BEFORE] = atomic_load(state.ctypes.data + 8 * _ARRIVED)
+    state[_BEFORE] = atomic_load(_line_of(state, 0))
     state[_CALLED] = atomic_load(state.ctypes.data + 8 * _BEGUN) + 1
     for member in range(1, num_members):
-        sem_post(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member))
+        sem_post(_line_of(state, member) + 8 * _SEMAPHORE)
 
 
 @inlined
@@ -159,22 +175,30 @@ def begin_step(state, num_members):  # type: ignore[no-untyped-def]
 @kernel
 def wait_for_step(state, member):  # type: ignore[no-untyped-def]
     """Sleeps, outside Python, until a step begins; how many take part in it, 0 when the team ends instead."""
-    while sem_wait(state.ctypes.data + 8 * (_SEMAPHORES + _LINE * member)) != 0:
+    line = _line_of(state, member)
+    while sem_wait(line + 8 * _SEMAPHORE) != 0:
         pass  # a signal came between
     wait_for_count(state.ctypes.data + 8 * _BEGUN, state[_CALLED])
+    atomic_store(line, state[_BEFORE])
     return 0 if state[_STOP] else state[_PRESENT]
 
 
 @inlined
-def barrier(state, num_members):  # type: ignore[no-untyped-def]
-    """Returns when all who take part have come here as often as this one; what they wrote is visible then."""
+def barrier(state, member, num_members):  # type: ignore[no-untyped-def]
+    """Returns when all who take part have come here as often as this one; what they wrote is visible then.
+
+    Each writes to a line of its own, and goes on without waiting for the write: a counter that all add to costs the way
+    to another core and back before the first look at it.
+    """
     if num_members == 1:
         return
-    address, before = state.ctypes.data + 8 * _ARRIVED, state[_BEFORE]
-    arrived = atomic_add(address, 1) - before
-    waited = wait_for_count(address, before + (arrived // num_members + 1) * num_members)
-    if waited:
-        atomic_add(state.ctypes.data + 8 * _WAITED, waited)
+    line = _line_of(state, member)
+    number = atomic_load(line) + 1
+    atomic_store(line, number)
+    for turn in range(1, num_members):
+        waited = wait_for_count(_line_of(state, (member + turn) % num_members), number)
+        if waited:
+            atomic_add(state.ctypes.data + 8 * _WAITED, waited)
 
 
 @inlined
