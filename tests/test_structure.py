@@ -22,6 +22,7 @@ LEVELS = [
         "kylin/simd.py",
         "kylin/jit.py",
         "kylin/native.py",
+        "kylin/memory.py",
         "kylin/team.py",
         "kylin/attendance.py",
         "kylin/gguf_cursor.py",

@@ -23,6 +23,7 @@ from .isa import host_isa
 from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES
 from .matmul import PackedMatrix, compiled_kernel, is_fast, multiply, pack, packed_bytes
+from .memory import zeros
 from .phases import PHASES
 from .program import make_program, matrices_of
 from .rounding import round_rows
@@ -181,11 +182,9 @@ def _compile_all(weights: Weights, embedding: Embedding, progress: Progress) -> 
 
 
 def _make_arena(weights: Weights) -> Bytes:
-    """Room for every matrix, on whole cache lines."""
+    """Room for every matrix."""
     num_bytes = sum(packed_bytes(layer.weight) for layer in matrices_of(weights))  # each a multiple of 64
-    memory = np.empty(num_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + num_bytes]
+    return zeros((num_bytes,), np.uint8)
 
 
 def _write_to(*fresh: NDArray[Any]) -> None:

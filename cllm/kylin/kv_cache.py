@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BackendError
+from .memory import zeros
 
 BLOCK = 16  # positions in a block
 CHUNK = 16  # blocks of which one head's keys, or values, lie side by side
@@ -45,8 +46,8 @@ class KVCache:
         element = {"f16": np.uint16, "f32": np.float32}[dtype]
         pool = (-(-num_blocks // CHUNK), num_layers, num_kv_heads, CHUNK)
         # Zeroed: what no position has written yet must not be NaN, since masked lanes are multiplied by 0.
-        self.keys = np.zeros((*pool, head_width, BLOCK), element)
-        self.values = np.zeros((*pool, BLOCK, head_width), element)
+        self.keys = zeros((*pool, head_width, BLOCK), element)
+        self.values = zeros((*pool, BLOCK, head_width), element)
         self.tables = np.zeros((num_slots, blocks_for(slot_tokens)), np.int32)
         self.lengths = [0] * num_slots
         # How long each slot may become in the blocks that it has: most steps take none, and look no further.

@@ -18,6 +18,7 @@ from .gguf import Tensor
 from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES, Field
 from .matmul import PackedMatrix, compiled_kernel
+from .memory import zeros
 from .rounding import KIND_OF, compiled_rounding, records_shape
 from .step import phase_address
 from .tiles import BLOCK_TOKENS, RECORD_VALUES, ROWS
@@ -189,9 +190,7 @@ class _Rows:
     def finished(self) -> NDArray[np.int64]:
         """int64[phases, OPERANDS + LINE * num_members], on whole cache lines."""
         width = layout.OPERANDS + layout.LINE * self.num_members
-        memory = np.zeros(len(self._rows) * width + layout.LINE, np.int64)
-        start = -memory.ctypes.data % 64 // 8
-        rows = memory[start : start + len(self._rows) * width].reshape(-1, width)
+        rows = zeros((len(self._rows), width), np.int64)
         rows[:, : layout.OPERANDS] = self._rows
         return rows
 
@@ -207,7 +206,7 @@ def _make_arrays(shape: ModelShape, num_rows: int) -> dict[str, NDArray[Any]]:
     for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
         for name, rest in shapes.items():
             rows = num_rows if name == "H" else MAX_TOKENS
-            arrays[name] = np.zeros(((2,) if name in _OWN else ()) + (rows, *rest), dtype)
+            arrays[name] = zeros(((2,) if name in _OWN else ()) + (rows, *rest), dtype)
     return arrays
 
 
@@ -226,7 +225,7 @@ def _make_records(
         size = math.prod(records_shape(matrix.rounding, num_rows, matrix.num_columns))
         field = _acts_field(number, matrix.rounding)
         sizes[field] = max(sizes.get(field, 0), size)
-    return {field: np.zeros(size, np.uint8) for field, size in sizes.items()}
+    return {field: zeros((size,), np.uint8) for field, size in sizes.items()}
 
 
 def _make_fields(

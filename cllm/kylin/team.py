@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jit import inlined, kernel
+from .memory import zeros
 from .native import (
     atomic_add,
     atomic_load,
@@ -51,7 +52,7 @@ class Team:
         self.num_threads = num_threads
         self._inboxes: list[SimpleQueue[_Work | None]] = []
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self.state = np.zeros(_MEMBERS + _LINE * num_threads, np.int64)
+        self.state = zeros((_MEMBERS + _LINE * num_threads,), np.int64)
         self._helpers: list[threading.Thread] = []
         self._members: list[threading.Thread] = []
         threads = (self._inboxes, self._helpers, self._members)
