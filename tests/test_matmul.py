@@ -17,7 +17,7 @@ from test_simd import RUNS_HERE
 
 from cllm.kylin import matmul, rounding
 from cllm.kylin.gguf import Tensor
-from cllm.kylin.matmul import PackedMatrix, multiply, pack, packed_bytes
+from cllm.kylin.matmul import PackedMatrix, multiply, num_groups, pack, packed_bytes
 from cllm.kylin.quants import (
     ACTIVATION_ROUNDING,
     ROUNDING_BLOCK,
@@ -37,10 +37,10 @@ MAX_ERROR = 1e-6  # of float32 sums, over the sum of magnitudes
 
 def packed(data: np.ndarray, ggml_type: Q, num_columns: int) -> PackedMatrix:
     tensor = Tensor("weight", (len(data), num_columns), ggml_type, data)
-    groups = np.full((-(-len(data) // 16), packed_bytes(tensor) // -(-len(data) // 16)), 0xAA, np.uint8)
+    groups = np.full((num_groups(tensor), packed_bytes(tensor) // num_groups(tensor)), 0xAA, np.uint8)
     for group in range(len(groups)):
-        pack(tensor, groups, group, group + 1)
-    return PackedMatrix(ggml_type, len(data), num_columns, groups)
+        pack(tensor, groups[None, None], group, group + 1)
+    return PackedMatrix(ggml_type, len(data), num_columns, groups[None, None])
 
 
 def random_matrix(ggml_type: Q, rows: int, columns: int) -> tuple[np.ndarray, PackedMatrix]:
@@ -51,7 +51,7 @@ def random_matrix(ggml_type: Q, rows: int, columns: int) -> tuple[np.ndarray, Pa
 def product(matrix: PackedMatrix, x: np.ndarray) -> np.ndarray:
     acts = rounding.round_rows(x, matrix.rounding)
     out = np.full((len(x), matrix.padded_rows), np.nan, np.float32)
-    multiply(matrix, acts, out, 0, len(matrix.data))
+    multiply(matrix, acts, out, 0, matrix.num_groups)
     return out
 
 
@@ -147,7 +147,7 @@ def test_same_bits_in_every_tile_on_every_instruction_set(ggml_type: Q) -> None:
     whole = product(matrix, x)
     alone = np.concatenate([product(matrix, x[t : t + 1]) for t in range(MAX_TILE)])
     assert alone.tobytes() == whole.tobytes()
-    with guarded(matrix.data) as groups, guarded(rounding.round_rows(x, matrix.rounding)) as acts:
+    with guarded(matrix.data[0, 0]) as groups, guarded(rounding.round_rows(x, matrix.rounding)) as acts:
         for isa in RUNS_HERE:
             for num_tokens in (tile_sizes(isa)[0], 1) if isa != "generic" else (1,):
                 with guarded(np.zeros_like(whole)) as out:
@@ -183,7 +183,7 @@ def test_sums_that_do_not_fit_16_bits(ggml_type: Q) -> None:
         for isa in RUNS_HERE:
             for num_tokens in (tile_sizes(isa)[0], 1):
                 out = np.zeros((8, 16 * num_groups), np.float32)
-                run_tile(isa, matrix, some, matrix.data, out, num_tokens)
+                run_tile(isa, matrix, some, matrix.data[0, 0], out, num_tokens)
                 results.append(out[[3, 4, 5, 6, 7, 0]] if tokens == slice(0, 8) else out[:6])
                 if tokens == slice(0, 8):
                     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-4 * np.abs(exact).max())
@@ -203,8 +203,27 @@ def test_bias_and_what_is_there_are_added_in_this_order(isa: str) -> None:
         (bias, True, before + (plain + bias)),
     ):
         out = before.copy()
-        run_tile(isa, matrix, acts, matrix.data, out, 1, bias=given, adds=adds)
+        run_tile(isa, matrix, acts, matrix.data[0, 0], out, 1, bias=given, adds=adds)
         assert out.tobytes() == expected.tobytes()
+
+
+@EVERY_TYPE
+def test_groups_that_lie_apart(ggml_type: Q) -> None:
+    """Two parts of three spans of two groups, between the groups of others."""
+    rows, columns = 12 * 16 - 3, 256
+    data, matrix = random_matrix(ggml_type, rows, columns)
+    memory = np.full((2, 8, 4, matrix.data.shape[-1]), 0xAA, np.uint8)
+    apart = PackedMatrix(ggml_type, rows, columns, memory[:, 1:7:2, 1:3])
+    tensor = Tensor("weight", (rows, columns), ggml_type, data)
+    for begin, end in ((0, 1), (1, 9), (9, 12)):
+        pack(tensor, apart.data, begin, end)
+    assert apart.data.tobytes() == matrix.data.tobytes()
+    assert (memory == 0xAA).all(axis=3).sum() == 64 - 12  # nobody else's groups
+    x = random_activations(3, columns)
+    acts, out = rounding.round_rows(x, matrix.rounding), np.zeros((3, 12 * 16), np.float32)
+    for begin, end in ((0, 3), (3, 4), (4, 11), (11, 12)):
+        multiply(apart, acts, out, begin, end)
+    assert out.tobytes() == product(matrix, x).tobytes()
 
 
 @EVERY_TYPE

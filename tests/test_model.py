@@ -273,10 +273,19 @@ def test_same_bits_of_long_prompts(tiny_model: Any, run: Any, kernels: str) -> N
         found = runner.step((0, prompt), (1, prompt[:70]), wanted=wanted)
         assert found.tobytes() == whole[wanted].tobytes(), f"{threads} threads"
         assert runner.step((0, [5])).tobytes() == whole[-1:].tobytes(), f"{threads} threads"
-        assert runner.step((2, prompt[:40]), wanted=[]).shape == (0, 259)
+        assert runner.step((2, prompt[:39]), wanted=[]).shape == (0, 259)
+        assert runner.step((2, prompt[39:40]), wanted=[]).shape == (0, 259)
         # A token of the second sequence, after one of the first without logits.
         found = runner.step((2, prompt[40:43]), (1, prompt[70:71]), wanted=[3, 1])
         assert found.tobytes() == whole[[70, 41]].tobytes(), f"{threads} threads"
+
+
+def test_same_bits_on_many_threads(tiny_model: Any, run: Any) -> None:
+    """More than a step has blocks of tokens: of a single one each thread has a block of its own."""
+    weights = load_weights(read_gguf(tiny_model()))
+    one, many = (run(weights, num_threads=threads) for threads in (1, MAX_TOKENS // 8 + 8))
+    for token in TOKENS[:8]:
+        assert one.step((0, [token])).tobytes() == many.step((0, [token])).tobytes()
 
 
 @pytest.mark.parametrize(("architecture", "types"), CASES)
@@ -290,6 +299,9 @@ def test_a_whole_step_matches_its_operations(
         whole = runner.step((0, TOKENS), (1, TOKENS[:3]))
         hooked = runner.step((2, TOKENS), (3, TOKENS[:3]), tap=lambda name, activation: None)
         assert whole.tobytes() == hooked.tobytes()
+        single = runner.step((0, [9]))
+        hooked = runner.step((2, [9]), tap=lambda name, activation: None)
+        assert single.tobytes() == hooked.tobytes()
 
 
 def test_same_bits_after_a_shared_prefix(tiny_model: Any, run: Any) -> None:

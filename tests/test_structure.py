@@ -50,6 +50,7 @@ LEVELS = [
         "kylin/phases.py",
         "kylin/step.py",
         "kylin/program.py",
+        "kylin/arena.py",
         "kylin/fast.py",
         "kylin/model.py",
     ],

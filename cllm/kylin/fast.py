@@ -6,7 +6,6 @@ order of operations is not decided here: a whole step is `step.py`, one at a tim
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import attention_simd, step
+from .arena import Progress, make_arena, pack_all
 from .attendance import Attendance
 from .embedding import Embedding
-from .gguf import Tensor
 from .isa import host_isa
 from .kv_cache import KVCache
 from .layout import MAX_TOKENS, PHASE_NAMES
-from .matmul import PackedMatrix, compiled_kernel, is_fast, multiply, pack, packed_bytes
-from .memory import zeros
+from .matmul import PackedMatrix, compiled_kernel, is_fast, multiply
 from .phases import PHASES
 from .program import make_program, matrices_of
 from .rounding import round_rows
@@ -33,10 +31,8 @@ from .weights import Floats, Linear, Weights
 
 Bytes = NDArray[np.uint8]
 Ids = NDArray[np.int32]
-Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 _LANES = 16  # rows of a group: what the widths inside a model must be multiples of
-_PACK_BYTES = 1 << 22  # of one piece of repacking
 
 
 def can_run_fast(weights: Weights) -> bool:
@@ -65,7 +61,7 @@ class FastPath:
         self.description = f"SIMD ({host_isa()})"
         self._weights, self._cache, self._team, self._rope = weights, cache, team, rope
         self._embedding = embedding
-        self._arena = _make_arena(weights)
+        self._arena = make_arena(weights)
         # Without the GIL. The wait for memory would otherwise be up to half of a start.
         fresh = (self._arena, cache.keys[:1], cache.values[:1])
         self._memory = threading.Thread(target=_write_to, args=fresh, name="cllm-kylin-memory", daemon=True)
@@ -77,7 +73,7 @@ class FastPath:
         """Compiles and repacks. To be called once, before anything else."""
         _compile_all(self._weights, self._embedding, progress)
         self._memory.join()
-        self._packed = _pack_all(self._weights, self._arena, self._team, progress)
+        self._packed = pack_all(self._weights, self._arena, self._team, progress)
         self._program = make_program(
             self._weights, self._packed, self._cache, self._rope, self._team.num_threads
         )
@@ -121,7 +117,7 @@ class FastPath:
             def share(begin: int, end: int, matrix: PackedMatrix = matrix, out: Floats = out) -> None:
                 multiply(matrix, acts[matrix.rounding], out, begin, end)
 
-            self._team.run(share, len(matrix.data))
+            self._team.run(share, matrix.num_groups)
             out = np.ascontiguousarray(out[:, : matrix.num_rows])
             if layer.bias is not None:
                 out += layer.bias
@@ -178,54 +174,7 @@ def _compile_all(weights: Weights, embedding: Embedding, progress: Progress) -> 
         compiler()
 
 
-# --- repacking ----------------------------------------------------------------------------------------------------
-
-
-def _make_arena(weights: Weights) -> Bytes:
-    """Room for every matrix."""
-    num_bytes = sum(packed_bytes(layer.weight) for layer in matrices_of(weights))  # each a multiple of 64
-    return zeros((num_bytes,), np.uint8)
-
-
 def _write_to(*fresh: NDArray[Any]) -> None:
     """Zeroes memory that was never used, upon which the system hands it out."""
     for memory in fresh:
         memory.fill(0)
-
-
-def _pack_all(weights: Weights, arena: Bytes, team: Team, progress: Progress) -> dict[Tensor, PackedMatrix]:
-    """Every matrix in groups, side by side in the arena; the file's pages are given back as they are done."""
-    packed, at = {}, 0
-    for tensor in (layer.weight for layer in matrices_of(weights)):
-        size = packed_bytes(tensor)
-        data = arena[at : at + size].reshape(-(-tensor.shape[0] // _LANES), -1)
-        at += size
-        piece = max(1, _PACK_BYTES // data.shape[1])
-        for begin in range(0, len(data), piece * team.num_threads):
-            end = min(begin + piece * team.num_threads, len(data))
-
-            def share(
-                low: int, high: int, tensor: Tensor = tensor, data: Bytes = data, begin: int = begin
-            ) -> None:
-                pack(tensor, data, begin + low, begin + high)
-
-            team.run(share, end - begin)
-            progress("repacking weights", at - size + end * data.shape[1], len(arena))
-        _give_back(tensor)
-        packed[tensor] = PackedMatrix(tensor.type, tensor.shape[0], tensor.shape[1], data)
-    return packed
-
-
-def _give_back(tensor: Tensor) -> None:
-    """Drops the tensor's pages of the mapped file from this process; they come back when they are read."""
-    owner: Any = tensor.data
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    mapping = owner.obj if isinstance(owner, memoryview) else owner
-    if not isinstance(mapping, mmap.mmap) or not hasattr(mapping, "madvise"):
-        return
-    start = tensor.data.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
-    begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if length > 0:
-        mapping.madvise(mmap.MADV_DONTNEED, begin, length)

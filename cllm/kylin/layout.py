@@ -68,9 +68,12 @@ ALL, KEYS_ONLY, WANTED = range(3)
 # A row of the program: | phase's address, counted as, set of tokens, operands 3..7 | a counter of claims, 7 unused |
 # for each member of the team, on a cache line of its own.
 FUNCTION, COUNTED_AS, TOKENS, OPERANDS, LINE = 0, 1, 2, 8, 8
-# A matrix is 8 numbers, to which the operands of a row point. ACTS: the field of the records that it multiplies.
-KERNEL, DATA, RECORDS, GROUPS, ACTS, OUT, OUT_STRIDE, BIAS = range(8)
-MATRIX = 8
+# A matrix is 12 numbers, to which the operands of a row point. ACTS: the field of the records that it multiplies. Its
+# groups follow each other in memory, but behind each SPAN of them lie SPAN_GAP other bytes, and behind each PART of
+# them PART_GAP more.
+KERNEL, DATA, RECORDS, GROUPS, ACTS, OUT, OUT_STRIDE, BIAS, SPAN, SPAN_GAP, PART, PART_GAP = range(12)
+MATRIX = 12
+CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
 
 
 # --- reading the numbers --------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ The inner loops are in `tile_types.py`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -37,7 +39,11 @@ def is_fast(ggml_type: GGMLQuantizationType) -> bool:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight matrix in groups of 16 rows; rows past the last are zeros. `data` uint8[groups, group bytes]."""
+    """A weight matrix in groups of 16 rows; rows past the last are zeros.
+
+    `data` uint8[parts, spans, groups of a span, group bytes]: the groups of a span follow each other in memory, while
+    spans and parts may lie apart.
+    """
 
     type: GGMLQuantizationType
     num_rows: int
@@ -46,7 +52,7 @@ class PackedMatrix:
 
     @property
     def num_records(self) -> int:
-        return _num_records(self.type, self.num_columns)
+        return -(-self.num_columns // _record_columns(self.type))
 
     @property
     def rounding(self) -> str:
@@ -54,31 +60,49 @@ class PackedMatrix:
 
     @property
     def padded_rows(self) -> int:
-        return len(self.data) * ROWS
+        return self.num_groups * ROWS
+
+    @property
+    def num_groups(self) -> int:
+        return math.prod(self.data.shape[:3])
 
 
 def packed_bytes(tensor: Tensor) -> int:
     """Bytes of the tensor's groups."""
-    rows, columns = tensor.shape
-    words = TILE_TYPES[tensor.type].words
-    return -(-rows // ROWS) * _num_records(tensor.type, columns) * words * WORD
+    return num_groups(tensor) * num_records(tensor) * TILE_TYPES[tensor.type].words * WORD
+
+
+def num_groups(tensor: Tensor) -> int:
+    """Groups of 16 rows, the last of which may be padded."""
+    return -(-tensor.shape[0] // ROWS)
+
+
+def num_records(tensor: Tensor) -> int:
+    """Records of a group."""
+    return -(-tensor.shape[1] // _record_columns(tensor.type))
 
 
 def pack(tensor: Tensor, out: NDArray[np.uint8], begin: int, end: int) -> None:
-    """Repacks the groups begin <= g < end of `tensor` into uint8[groups, group bytes]."""
-    kind = TILE_TYPES[tensor.type]
-    words = out.view(np.uint32).reshape(len(out), -1, kind.words, ROWS)
-    _pack_groups(
-        tensor.data.view(np.uint16),
-        np.array(kind.order, np.int32),
-        _source_halves(tensor.type),
-        words,
-        begin,
-        end,
-    )
-    for word in kind.spread:
-        part = words[begin:end, :, word]
-        part[...] = _spread(part)
+    """Repacks the groups begin <= g < end of `tensor` into a `PackedMatrix.data`."""
+    kind, source = TILE_TYPES[tensor.type], tensor.data.view(np.uint16)
+    order = np.array(kind.order, np.int32)
+    for span, first, low, high in _spans(out, begin, end):
+        words = span.view(np.uint32).reshape(len(span), -1, kind.words, ROWS)
+        _pack_groups(source[first * ROWS :], order, _source_halves(tensor.type), words, low, high)
+        for word in kind.spread:
+            part = words[low:high, :, word]
+            part[...] = _spread(part)
+
+
+def _spans(
+    data: NDArray[np.uint8], begin: int, end: int
+) -> Iterator[tuple[NDArray[np.uint8], int, int, int]]:
+    """The spans of a `PackedMatrix.data` that hold the groups begin <= g < end: each as uint8[groups, group bytes], the
+    number of its first group, and low and high, the range of its groups that are among them."""
+    _, in_a_part, size, _ = data.shape
+    for first in range(begin // size * size, end, size):
+        part, span = divmod(first // size, in_a_part)
+        yield data[part, span], first, max(begin - first, 0), min(end - first, size)
 
 
 def multiply(
@@ -99,10 +123,12 @@ def multiply(
     )
     if (acts.shape, out.shape) != expected or not (acts.flags.c_contiguous and out.flags.c_contiguous):
         raise ValueError(f"expected activations and output of {expected}, found {acts.shape} and {out.shape}")
-    if not 0 <= begin <= end <= len(matrix.data):
-        raise ValueError(f"groups {begin} to {end} do not lie within the {len(matrix.data)} of the matrix")
-    numbers = (out.strides[0], matrix.num_records, 0, len(out), begin, end, 0, 0)
-    compiled_kernel(matrix.type).ctypes(matrix.data.ctypes.data, acts.ctypes.data, out.ctypes.data, *numbers)
+    if not 0 <= begin <= end <= matrix.num_groups:
+        raise ValueError(f"groups {begin} to {end} do not lie within the {matrix.num_groups} of the matrix")
+    for span, first, low, high in _spans(matrix.data, begin, end):
+        addresses = span.ctypes.data, acts.ctypes.data, out[:, first * ROWS :].ctypes.data
+        numbers = (out.strides[0], matrix.num_records, 0, len(out), low, high, 0, 0)
+        compiled_kernel(matrix.type).ctypes(*addresses, *numbers)
 
 
 @cache
@@ -139,9 +165,8 @@ def emitted_groups(typing_context, type_name, isa, numbers):  # type: ignore[no-
 # --- repacking ----------------------------------------------------------------------------------------------------
 
 
-def _num_records(ggml_type: GGMLQuantizationType, num_columns: int) -> int:
-    kind = TILE_TYPES[ggml_type]
-    return -(-num_columns // (GGML_QUANT_SIZES[ggml_type][0] * kind.blocks))
+def _record_columns(ggml_type: GGMLQuantizationType) -> int:
+    return GGML_QUANT_SIZES[ggml_type][0] * TILE_TYPES[ggml_type].blocks
 
 
 def _source_halves(ggml_type: GGMLQuantizationType) -> int:

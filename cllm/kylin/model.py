@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ..hooks import Tap
 from . import attention, ops, plain
+from .arena import Progress
 from .embedding import Embedding
-from .fast import FastPath, Progress, can_run_fast
+from .fast import FastPath, can_run_fast
 from .kv_cache import KVCache, to_stored
 from .quants import ACTIVATION_ROUNDING
 from .rope import rope_table

@@ -16,6 +16,7 @@ from .kv_cache import BLOCK
 from .layout import (
     ACTS,
     BIAS,
+    CACHED_RECORDS,
     DATA,
     GROUPS,
     KERNEL,
@@ -26,7 +27,11 @@ from .layout import (
     OPERANDS,
     OUT,
     OUT_STRIDE,
+    PART,
+    PART_GAP,
     RECORDS,
+    SPAN,
+    SPAN_GAP,
     Field,
     claim,
     floats,
@@ -37,8 +42,6 @@ from .layout import (
 from .native import call_native, carray, pointer
 from .ops_simd import norm_row
 from .tiles import BLOCK_TOKENS, ROWS
-
-CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
 
 
 @inlined
@@ -240,10 +243,14 @@ def _norm_own(m, weight, matrix_at, count, member):  # type: ignore[no-untyped-d
 def _multiply(m, matrix, adds, begin, end, first, last, own):  # type: ignore[no-untyped-def]
     """Groups begin <= g < end times the tokens first <= t < last, and the bias, put or added to where they belong.
     The records of token t are in row `own` + t."""
-    out = matrix[OUT] - own * matrix[OUT_STRIDE]
-    tokens_and_groups = (own + first, own + last, begin, end)
-    numbers = (out, matrix[OUT_STRIDE], matrix[RECORDS], *tokens_and_groups, matrix[BIAS], adds)
-    call_native(matrix[KERNEL], (matrix[DATA], m[matrix[ACTS]], *numbers))
+    out, stride, acts = matrix[OUT] - own * matrix[OUT_STRIDE], matrix[OUT_STRIDE], m[matrix[ACTS]]
+    while begin < end:
+        span = begin // matrix[SPAN]
+        stop = min(matrix[SPAN] * (span + 1), end)
+        data = matrix[DATA] + span * matrix[SPAN_GAP] + begin // matrix[PART] * matrix[PART_GAP]
+        numbers = (own + first, own + last, begin, stop, matrix[BIAS], adds)
+        call_native(matrix[KERNEL], (data, acts, out, stride, matrix[RECORDS], *numbers))
+        begin = stop
 
 
 def multiply(m_at, row_at, member, num_members):  # type: ignore[no-untyped-def]

@@ -24,8 +24,8 @@ from .step import phase_address
 from .tiles import BLOCK_TOKENS, RECORD_VALUES, ROWS
 from .weights import Floats, Linear, ModelShape, Weights
 
-_A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
-_Q, _K, _OUTPUT, _GATE, _DOWN = 0, 1, 3, 4, 6
+A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
+_Q, _K, _OUTPUT, GATE, _DOWN = 0, 1, 3, 4, 6
 _OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
 _RECORDS_A_MEMBER = 4  # that the members end together, where pieces are whole records
 _OF_WANTED = 1  # the second place in the arrays of which two sets of tokens have their own
@@ -91,7 +91,7 @@ def make_program(
 
 def _add_all(rows: _Rows, weights: Weights, arrays: Mapping[str, NDArray[Any]]) -> None:
     """The phases of a step."""
-    last_layer, output = len(weights.blocks) - 1, _A_LAYER * len(weights.blocks)
+    last_layer, output = len(weights.blocks) - 1, A_LAYER * len(weights.blocks)
     for layer in range(last_layer):
         _add_layer(rows, weights, layer, arrays)
     # Of the last layer later tokens need the keys and values of all, but nothing else of those without logits.
@@ -108,7 +108,7 @@ def _add_all(rows: _Rows, weights: Weights, arrays: Mapping[str, NDArray[Any]]) 
 def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int) -> tuple[int, ...]:
     """Queries, keys and values of one block, from the matrix `start` on, and the latter two into the cache: what
     attention has to know of that, since of a single token it makes its kv-heads itself."""
-    block, first, count = weights.blocks[layer], _A_LAYER * layer + start, _OUTPUT - start
+    block, first, count = weights.blocks[layer], A_LAYER * layer + start, _OUTPUT - start
     norms = [0 if norm is None else norm.ctypes.data for norm in (block.attn_q_norm, block.attn_k_norm)]
     norm = rows.norm(block.attn_norm, first, count)
     # Such parts that a member makes the kv-heads that it attends to.
@@ -122,8 +122,8 @@ def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int) -> t
 
 def _add_layer(rows: _Rows, weights: Weights, layer: int, arrays: Mapping[str, NDArray[Any]]) -> None:
     """The phases of one block."""
-    block, shape, first = weights.blocks[layer], weights.shape, _A_LAYER * layer
-    output, gate, down = first + _OUTPUT, first + _GATE, first + _DOWN
+    block, shape, first = weights.blocks[layer], weights.shape, A_LAYER * layer
+    output, gate, down = first + _OUTPUT, first + GATE, first + _DOWN
     attend = phases.attend_f16 if rows.is_f16 else phases.attend_f32
     heads = _add_projections(rows, weights, layer, _Q)
     # What a member has made it rounds at once, where its pieces are whole records and enough for all members.
@@ -212,7 +212,7 @@ def _make_arrays(shape: ModelShape, num_rows: int) -> dict[str, NDArray[Any]]:
 
 def _acts_field(number: int, rounding: str) -> int:
     """The field of the records that a matrix is multiplied with."""
-    return (Field.GATED_ACTS if number % _A_LAYER == _DOWN else Field.ACTS) + KIND_OF[rounding]
+    return (Field.GATED_ACTS if number % A_LAYER == _DOWN else Field.ACTS) + KIND_OF[rounding]
 
 
 def _make_records(
@@ -281,12 +281,20 @@ def _make_matrices(
         table[number, layout.KERNEL] = compiled_kernel(matrix.type).address
         table[number, layout.DATA] = matrix.data.ctypes.data
         table[number, layout.RECORDS] = matrix.num_records
-        table[number, layout.GROUPS] = len(matrix.data)
+        table[number, layout.GROUPS] = matrix.num_groups
+        (_, spans, groups, _), (part_bytes, span_bytes, group_bytes, _) = (
+            matrix.data.shape,
+            matrix.data.strides,
+        )
+        table[number, layout.SPAN] = groups
+        table[number, layout.SPAN_GAP] = span_bytes - groups * group_bytes
+        table[number, layout.PART] = spans * groups
+        table[number, layout.PART_GAP] = part_bytes - spans * span_bytes
         table[number, layout.ACTS] = _acts_field(number, matrix.rounding)
         table[number, layout.OUT_STRIDE] = 4 * matrix.padded_rows
         if number < len(layers) - 1:  # the output's result lies elsewhere in each step
-            name = _OUTS[number % _A_LAYER]
-            is_wanted = name in _OWN and number // _A_LAYER == len(weights.blocks) - 1  # the last layer's
+            name = _OUTS[number % A_LAYER]
+            is_wanted = name in _OWN and number // A_LAYER == len(weights.blocks) - 1  # the last layer's
             out = arrays[name][_OF_WANTED] if is_wanted else arrays[name]
             table[number, layout.OUT] = out.ctypes.data
             table[number, layout.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data

@@ -116,7 +116,8 @@ def compile_loops() -> None:
     """Compiles `lead` and `serve`, or loads them, before a thread waits for another that would do so."""
     numbers, table, ids = types.int64[::1], types.int64[:, ::1], types.int32[::1]
     inputs = (ids, ids, ids, ids, types.float32[:, ::1])
-    arguments = (numbers, types.int64, table, types.Tuple((table, table)), numbers)
+    programs = types.UniTuple(table, 2)  # type: ignore[no-untyped-call]
+    arguments = (numbers, types.int64, table, programs, numbers)
     lead.compile((*arguments, numbers, numbers, *inputs))
     serve.compile(arguments)
 
