@@ -16,7 +16,9 @@ def run(attendance: Attendance, machine: Machine, num_steps: int, num_tokens: in
     present = []
     for _ in range(num_steps):
         present.append(attendance.of_step(num_tokens))
-        attendance.learn(num_tokens, *machine(present[-1]))
+        time, waited = machine(present[-1])
+        if waited or attendance.is_watching:
+            attendance.learn(num_tokens, time, waited)
     return present
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -97,6 +98,14 @@ def test_check_and_json(
     assert (row["test"], row["backend"], row["ratio"], row["t/s"]) == ("pp128", "kylin", ratio, ratio * 20)
     assert main(["speed"]) == 0
     assert "pp128" in capsys.readouterr().out
+
+
+def test_phases_that_took_no_time_have_a_column(tiny_model: Any) -> None:
+    result = speed.Result(speed.Test("tg64", 64, True), phase_cycles=Counter(qkv=3, output=1))
+    result.samples, result.ceilings = {"kylin": [1.0]}, [Ceiling(1.0, 1.0)]
+    figures = speed.report([result], str(tiny_model()), 2)
+    assert list(figures["phases"]["tg64"].values()) == [0, 0.75, 0, 0, 0, 0, 0, 0.25]
+    assert speed.format_table(figures).splitlines()[-1].split() == ["tg64", "0%", "75%", *["0%"] * 5, "25%"]
 
 
 def test_ceilings_are_measured() -> None:

@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..hub import model_path
 from ..kylin.gguf import read_gguf
 from ..kylin.kv_cache import BLOCK, block_bytes
+from ..kylin.layout import PHASE_NAMES
 from ..kylin.weights import load_weights
 from ..machine import available_cores
 from .ceilings import Ceiling, Ceilings
@@ -204,7 +205,9 @@ def report(results: list[Result], path: str, num_threads: int) -> dict[str, Any]
                 }
             )
     phases = {
-        result.test.name: {name: n / result.phase_cycles.total() for name, n in result.phase_cycles.items()}
+        result.test.name: {
+            name: result.phase_cycles[name] / result.phase_cycles.total() for name in PHASE_NAMES
+        }
         for result in results
         if result.phase_cycles
     }

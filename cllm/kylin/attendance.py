@@ -36,11 +36,15 @@ class Attendance:
         """How many members are to take part in a step of so many tokens."""
         return self._present if num_tokens <= FEW_TOKENS else self._all
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it is to learn of steps, too, in which nobody waited."""
+        return bool(self._recent or self._before or self._last_rest)
+
     def learn(self, num_tokens: int, time: int, waited: int) -> None:
         """Such a step took `time`, in which the members together waited for each other for `waited`."""
         is_held_up = waited > _IS_LONG * time * (self._present - 1)
-        is_usual = not (is_held_up or self._recent or self._before or self._last_rest)
-        if num_tokens > FEW_TOKENS or is_usual:
+        if num_tokens > FEW_TOKENS or not (is_held_up or self.is_watching):
             return
         if self._rest:
             self._rest -= 1

@@ -157,8 +157,10 @@ class FastPath:
         if not self._embedding.is_compiled:
             program.arrays["X"][0, : len(token_ids)] = self._embedding.rows(token_ids)
         inputs = (self._embedding.operands, token_ids, slots, positions, rows, logits)
-        times = step.lead(self._team.state, num_members, *program.arguments, program.matrices[-1], *inputs)
-        self._attendance.learn(len(token_ids), *times)
+        arguments = (*program.arguments, program.matrices[-1], *inputs)
+        time, waited = step.lead(self._team.state, num_members, *arguments)
+        if waited or self._attendance.is_watching:
+            self._attendance.learn(len(token_ids), time, waited)
         if self._weights.output.bias is not None:
             logits[: len(rows), : self._weights.shape.vocab_size] += self._weights.output.bias
 

@@ -19,6 +19,7 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 sem_init: Any = types.ExternalFunction("sem_init", types.int32(types.intp, types.int32, types.uint32))
 sem_post = types.ExternalFunction("sem_post", types.int32(types.intp))
 sem_wait = types.ExternalFunction("sem_wait", types.int32(types.intp))
+sem_trywait = types.ExternalFunction("sem_trywait", types.int32(types.intp))
 
 
 def _pointer(builder: Any, address: Any) -> Any:

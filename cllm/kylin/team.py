@@ -29,6 +29,7 @@ from .native import (
     sched_yield,
     sem_init,
     sem_post,
+    sem_trywait,
     sem_wait,
 )
 
@@ -43,6 +44,7 @@ _STOP, _PRESENT, _BEFORE, _WAITED, _CALLED = range(5)
 _BEGUN, _MEMBERS = _LINE, 2 * _LINE
 _SEMAPHORE = 1  # behind the number
 _SPINS = 1000  # before a waiting thread offers its core to others
+_POLL_CYCLES = 1 << 19  # for about 0.2 ms, as long as Python takes between two steps, a member does not sleep
 
 
 class Team:
@@ -152,7 +154,7 @@ def _line_of(state, member):  # type: ignore[no-untyped-def]
 @inlined
 def call_members(state, num_members):  # type: ignore[no-untyped-def]
     """Wakes the members 1, 2, .. of a team below `num_members`: they and the caller take part in the next step. Until
-    `start_step`, which must follow, the caller may prepare it: a thread takes 30 to 45 microseconds to wake."""
+    `start_step`, which must follow, the caller may prepare it: one that sleeps takes 30 to 45 microseconds to wake."""
     state[_PRESENT] = num_members
     state[_BEFORE] = atomic_load(_line_of(state, 0))
     state[_CALLED] = atomic_load(state.ctypes.data + 8 * _BEGUN) + 1
@@ -175,10 +177,22 @@ def begin_step(state, num_members):  # type: ignore[no-untyped-def]
 
 @kernel
 def wait_for_step(state, member):  # type: ignore[no-untyped-def]
-    """Sleeps, outside Python, until a step begins; how many take part in it, 0 when the team ends instead."""
+    """Waits, outside Python, until a step begins; how many take part in it, 0 when the team ends instead.
+
+    It sleeps, but not at once: to wake a thread takes its caller 30 microseconds, and the thread longer.
+    """
     line = _line_of(state, member)
-    while sem_wait(line + 8 * _SEMAPHORE) != 0:
-        pass  # a signal came between
+    semaphore, since, spins = line + 8 * _SEMAPHORE, cycles(), 0
+    while sem_trywait(semaphore) != 0:
+        spins += 1
+        if spins < _SPINS:
+            pause()
+        elif cycles() - since < _POLL_CYCLES:
+            sched_yield()
+        else:
+            while sem_wait(semaphore) != 0:
+                pass  # a signal came between
+            break
     wait_for_count(state.ctypes.data + 8 * _BEGUN, state[_CALLED])
     atomic_store(line, state[_BEFORE])
     return 0 if state[_STOP] else state[_PRESENT]
