@@ -44,7 +44,7 @@ _STOP, _PRESENT, _BEFORE, _WAITED, _CALLED = range(5)
 _BEGUN, _MEMBERS = _LINE, 2 * _LINE
 _SEMAPHORE = 1  # behind the number
 _SPINS = 1000  # before a waiting thread offers its core to others
-_POLL_CYCLES = 1 << 19  # for about 0.2 ms, as long as Python takes between two steps, a member does not sleep
+_POLLS = 1400  # before a member sleeps: 0.2 ms, longer than Python takes between two steps
 
 
 class Team:
@@ -182,17 +182,13 @@ def wait_for_step(state, member):  # type: ignore[no-untyped-def]
     It sleeps, but not at once: to wake a thread takes its caller 30 microseconds, and the thread longer.
     """
     line = _line_of(state, member)
-    semaphore, since, spins = line + 8 * _SEMAPHORE, cycles(), 0
-    while sem_trywait(semaphore) != 0:
-        spins += 1
-        if spins < _SPINS:
+    semaphore, polls = line + 8 * _SEMAPHORE, 0
+    while (sem_trywait(semaphore) if polls < _POLLS else sem_wait(semaphore)) != 0:
+        polls += 1  # a signal may have woken it, too
+        if polls < _SPINS:
             pause()
-        elif cycles() - since < _POLL_CYCLES:
+        elif polls < _POLLS:
             sched_yield()
-        else:
-            while sem_wait(semaphore) != 0:
-                pass  # a signal came between
-            break
     wait_for_count(state.ctypes.data + 8 * _BEGUN, state[_CALLED])
     atomic_store(line, state[_BEFORE])
     return 0 if state[_STOP] else state[_PRESENT]
