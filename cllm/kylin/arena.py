@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .gguf import Tensor
-from .layout import CACHED_RECORDS
-from .matmul import PackedMatrix, num_groups, num_records, pack, packed_bytes
+from .matmul import PackedMatrix, num_groups, pack, packed_bytes
 from .memory import zeros
-from .program import A_LAYER, GATE, matrices_of
+from .program import A_LAYER, GATE, matrices_of, num_in_turn
 from .team import Team
 from .weights import Weights
 
@@ -63,7 +62,7 @@ def _turns(layer: list[Tensor], num_parts: int) -> Iterator[tuple[list[Tensor], 
     turns = [[tensor] for tensor in layer]
     if len(layer) == A_LAYER:
         gate, up = layer[GATE : GATE + 2]
-        span = max(1, CACHED_RECORDS // num_records(gate))
+        span = num_in_turn(gate)
         if gate.type == up.type and num_groups(gate) // num_parts % span == 0:
             turns[GATE : GATE + 2] = [[gate, up]]
     for turn in turns:

@@ -27,19 +27,18 @@ from .program import make_program, matrices_of
 from .rounding import round_rows
 from .step import compile_loops, phase_address
 from .team import CAN_ENLIST, Team
+from .tiles import ROWS
 from .weights import Floats, Linear, Weights
 
 Bytes = NDArray[np.uint8]
 Ids = NDArray[np.int32]
-
-_LANES = 16  # rows of a group: what the widths inside a model must be multiples of
 
 
 def can_run_fast(weights: Weights) -> bool:
     """Whether every matrix has fast kernels, every width fits them, and this system can park threads."""
     shape = weights.shape
     widths = (shape.head_width, shape.width, shape.ffn_width)
-    fits = all(width % _LANES == 0 for width in widths)
+    fits = all(width % ROWS == 0 for width in widths)
     return CAN_ENLIST and fits and all(is_fast(layer.weight.type) for layer in matrices_of(weights))
 
 

@@ -52,7 +52,7 @@ class PackedMatrix:
 
     @property
     def num_records(self) -> int:
-        return -(-self.num_columns // _record_columns(self.type))
+        return _num_records(self.type, self.num_columns)
 
     @property
     def rounding(self) -> str:
@@ -79,7 +79,7 @@ def num_groups(tensor: Tensor) -> int:
 
 def num_records(tensor: Tensor) -> int:
     """Records of a group."""
-    return -(-tensor.shape[1] // _record_columns(tensor.type))
+    return _num_records(tensor.type, tensor.shape[1])
 
 
 def pack(tensor: Tensor, out: NDArray[np.uint8], begin: int, end: int) -> None:
@@ -165,8 +165,9 @@ def emitted_groups(typing_context, type_name, isa, numbers):  # type: ignore[no-
 # --- repacking ----------------------------------------------------------------------------------------------------
 
 
-def _record_columns(ggml_type: GGMLQuantizationType) -> int:
-    return GGML_QUANT_SIZES[ggml_type][0] * TILE_TYPES[ggml_type].blocks
+def _num_records(ggml_type: GGMLQuantizationType, num_columns: int) -> int:
+    kind = TILE_TYPES[ggml_type]
+    return -(-num_columns // (GGML_QUANT_SIZES[ggml_type][0] * kind.blocks))
 
 
 def _source_halves(ggml_type: GGMLQuantizationType) -> int:

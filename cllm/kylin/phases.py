@@ -285,18 +285,19 @@ def multiply_gated(m_at, row_at, member, num_members):  # type: ignore[no-untype
     """GATE = silu(gate) * up, and its rounding.
 
     Operands: the first of two matrices that follow each other; groups whose rows are whole records, and kinds, or 1
-    and none where a phase of its own rounds; the norm of X that each member is to make first, or 0.
+    and none where a phase of its own rounds; the norm of X that each member is to make first, or 0; groups of each
+    matrix that are multiplied in turn.
     """
     m, row = longs(m_at, NUM_FIELDS), longs(row_at, OPERANDS)
     gate, up, unit = longs(row[3], MATRIX), longs(row[3] + 8 * MATRIX, MATRIX), row[4]
-    width, cached = m[Field.FFN_WIDTH], max(1, CACHED_RECORDS // gate[RECORDS])
+    width, turn = m[Field.FFN_WIDTH], row[7]
     gates, ups = floats(m[Field.GATE], (MAX_TOKENS, width)), floats(m[Field.UP], (MAX_TOKENS, width))
     own = _norm_own(m, row[6], row[3], 2, member)
     task = (row_at, member, num_members, m[Field.NUM_TOKENS], gate[GROUPS], gate[RECORDS], unit)
     begin, end, first, last = _claim_groups(task)
     while begin < end:
-        for low in range(begin, end, cached):
-            high = min(low + cached, end)
+        for low in range(begin, end, turn):
+            high = min(low + turn, end)
             _multiply(m, gate, 0, low, high, first, last, own)
             _multiply(m, up, 0, low, high, first, last, own)
         low, high = ROWS * begin, ROWS * end

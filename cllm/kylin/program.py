@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from . import layout, phases
 from .gguf import Tensor
 from .kv_cache import KVCache
-from .layout import MAX_TOKENS, PHASE_NAMES, Field
-from .matmul import PackedMatrix, compiled_kernel
+from .layout import CACHED_RECORDS, MAX_TOKENS, PHASE_NAMES, Field
+from .matmul import PackedMatrix, compiled_kernel, num_records
 from .memory import zeros
 from .rounding import KIND_OF, compiled_rounding, records_shape
 from .step import phase_address
@@ -57,6 +57,11 @@ def matrices_of(weights: Weights) -> Iterator[Linear]:
     yield weights.output
 
 
+def num_in_turn(gate: Tensor) -> int:
+    """Groups of the gate that are multiplied before as many of `up`, which then are: they lie in memory so, too."""
+    return max(1, CACHED_RECORDS // num_records(gate))
+
+
 def make_program(
     weights: Weights,
     packed: Mapping[Tensor, PackedMatrix],
@@ -69,9 +74,8 @@ def make_program(
     `num_members`: of the team that runs it.
     """
     shape = weights.shape
-    num_rows = max(
-        MAX_TOKENS, BLOCK_TOKENS * num_members
-    )  # of what single tokens are normed to, a block a member
+    # To norm a single token each member has a block of tokens.
+    num_rows = max(MAX_TOKENS, BLOCK_TOKENS * num_members)
     arrays, records = _make_arrays(shape, num_rows), _make_records(weights, packed, num_rows)
     eps = np.array([shape.rms_eps], np.float32)
     sets = _make_fields(shape, arrays, records, cache, rope, eps)
@@ -135,12 +139,13 @@ def _add_layer(rows: _Rows, weights: Weights, layer: int, arrays: Mapping[str, N
         rows.add(phases.round_only, "norm", z, z_width, rows.kinds(output, 1), Field.ACTS)
     rows.add(phases.multiply, "attn_output", rows.matrix(output), 1, True, 1, 0)
     norm = rows.norm(block.ffn_norm, gate, 2)
+    turn = num_in_turn(block.ffn_gate.weight)
     num_records, rest = divmod(shape.ffn_width, rows.record_values(down))
     if rest == 0 and num_records >= _RECORDS_A_MEMBER * rows.num_members:
         unit = rows.record_values(down) // ROWS
-        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), unit, rows.kinds(down, 1), norm)
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), unit, rows.kinds(down, 1), norm, turn)
     else:
-        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), 1, 0, norm)
+        rows.add(phases.multiply_gated, "gate_up", rows.matrix(gate), 1, 0, norm, turn)
         post = arrays["GATE"].ctypes.data
         rows.add(phases.round_only, "norm", post, shape.ffn_width, rows.kinds(down, 1), Field.GATED_ACTS)
     rows.add(phases.multiply, "down", rows.matrix(down), 1, True, 1, 0)
@@ -282,10 +287,8 @@ def _make_matrices(
         table[number, layout.DATA] = matrix.data.ctypes.data
         table[number, layout.RECORDS] = matrix.num_records
         table[number, layout.GROUPS] = matrix.num_groups
-        (_, spans, groups, _), (part_bytes, span_bytes, group_bytes, _) = (
-            matrix.data.shape,
-            matrix.data.strides,
-        )
+        _, spans, groups, _ = matrix.data.shape
+        part_bytes, span_bytes, group_bytes, _ = matrix.data.strides
         table[number, layout.SPAN] = groups
         table[number, layout.SPAN_GAP] = span_bytes - groups * group_bytes
         table[number, layout.PART] = spans * groups
