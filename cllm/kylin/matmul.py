@@ -89,9 +89,8 @@ def pack(tensor: Tensor, out: NDArray[np.uint8], begin: int, end: int) -> None:
     for span, first, low, high in _spans(out, begin, end):
         words = span.view(np.uint32).reshape(len(span), -1, kind.words, ROWS)
         _pack_groups(source[first * ROWS :], order, _source_halves(tensor.type), words, low, high)
-        for word in kind.spread:
-            part = words[low:high, :, word]
-            part[...] = _spread(part)
+        if kind.regroup is not None:
+            kind.regroup(words[low:high])
 
 
 def _spans(
@@ -196,12 +195,3 @@ def _pack_groups(data, order, source_halves, words, begin, end):  # type: ignore
                     if 0 <= high < source.shape[0]:
                         value = np.uint32(value | np.uint32(np.uint32(source[high]) << np.uint32(16)))
                     target[word, lane] = value
-
-
-def _spread(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Bit 4 i + j to bit 8 j + i."""
-    result = np.zeros_like(words)
-    for i in range(8):
-        for j in range(4):
-            result |= (words >> np.uint32(4 * i + j) & np.uint32(1)) << np.uint32(8 * j + i)
-    return result

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -11,7 +12,17 @@ from llvmlite import ir
 from .jit import emitted, intrinsic
 from .ops import TO_NEAREST
 from .simd import F32, I8, I16, I32, I64, Emitter, Value, make_internal, start_function
-from .tiles import K_IS_WIDE, K_SCALE, K_STARTS, K_SUMS_32, K_WIDE_SUM, PAIR_SCALES, PAIR_SUMS, i64
+from .tiles import (
+    K_IS_WIDE,
+    K_PAIR_STARTS,
+    K_SCALE,
+    K_SUMS_16,
+    K_SUMS_32,
+    K_WIDE_SUM,
+    PAIR_SCALES,
+    PAIR_SUMS,
+    i64,
+)
 
 VALUES = 256  # of a block of q8_K
 _HALF = 32  # values of a block of q8_0, which is half a record
@@ -61,12 +72,22 @@ def _put_values(e: Emitter, x: Value, record: Value) -> None:
     for number, word in enumerate(words):
         e.store(word, record, 4 * e.lanes * number)
     for number, sums in enumerate(_sums_of(16, e, [e.dot(None, ones, v) for v in words])):
-        e.store(e.mul(sums, e.splat(-32, e.i32)), record, K_STARTS + 4 * e.lanes * number)
+        e.store(b.trunc(sums, ir.VectorType(I16, e.lanes)), record, K_SUMS_16 + 2 * e.lanes * number)
+        e.store(_pair_starts(e, sums), record, K_PAIR_STARTS + 2 * e.lanes * number)
         sums_32 = b.trunc(_add_neighbours(e, sums), ir.VectorType(I16, e.lanes // 2))
         e.store(sums_32, record, K_SUMS_32 + e.lanes * number)
     magnitudes = _sums_of(16, e, [e.dot(None, _magnitudes(e, v), ones) for v in words])
     is_wide = b.icmp_signed(">=", _most(e, magnitudes), ir.Constant(I32, K_WIDE_SUM))
     e.store(b.zext(is_wide, I32), record, K_IS_WIDE)
+
+
+def _pair_starts(e: Emitter, sums: Value) -> Value:
+    """`K_PAIR_STARTS` of these sums of 16."""
+    b = e.builder
+    places = ([lane for lane in range(e.lanes) if lane // 2 % 2 == half] for half in (0, 1))
+    low, high = (_shuffled(e, sums, sums, lanes) for lanes in places)
+    both = b.add(low, b.shl(high, e.splat(16, low.type)))
+    return b.sub(e.splat(1 << 15, low.type), b.shl(both, e.splat(5, low.type)))
 
 
 def emit_round_q8_0(module: ir.Module, isa: str) -> Value:
@@ -181,7 +202,7 @@ def _add_neighbours(e: Emitter, a: Value) -> Value:
     return e.add(*(_shuffled(e, a, a, range(first, a.type.count, 2)) for first in (0, 1)))
 
 
-def _shuffled(e: Emitter, a: Value, b: Value, lanes: range) -> Value:
+def _shuffled(e: Emitter, a: Value, b: Value, lanes: Sequence[int]) -> Value:
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, lane) for lane in lanes])
     return e.builder.shuffle_vector(a, b, mask)
 

@@ -161,11 +161,6 @@ class Emitter:
         """Words that one sum may take before `scaled`, for weights of at most `largest` in magnitude."""
         return 32767 // (2 * 127 * largest) if self.isa == "avx2" else 64
 
-    @property
-    def has_whole_sums(self) -> bool:
-        """Whether a sum has 32 bits before `scaled` and may begin with any int32."""
-        return self.isa != "avx2"
-
     def dot(self, partial: Value | None, weights: Value, activations: Value) -> Value:
         """partial + four products a lane of unsigned (below 128) and signed bytes."""
         if self.isa == "avx2":
@@ -212,10 +207,6 @@ class Emitter:
         if signed:
             return self.right_signed(self.left(word, 24 - 8 * place), 24)
         return self.both(self.right(word, 8 * place), 0xFF)
-
-    def scale_as_int(self, scale: Value) -> Value:
-        """A signed factor of `scale_of_byte` as int32, where sums are not whole."""
-        return self.right_signed(self.cast(scale, self.i32), 16)
 
     @property
     def scale_type(self) -> ir.VectorType:

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
+import numpy as np
 from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
 
+from .jit import kernel
 from .simd import Value
 from .tiles import (
+    K_PAIR_STARTS,
     K_SCALE,
-    K_STARTS,
+    K_SUMS_16,
     K_SUMS_32,
     PAIR_SCALES,
     PAIR_SUMS,
+    ROWS,
     WORD,
     Dots,
     Factors,
     Grid,
+    Pair,
     Tile,
     i64,
     values_of,
@@ -37,13 +43,13 @@ class TileType:
     """One weight type.
 
     `order`: for each 16 bits of a record, which 16 bits of the native blocks it takes; -1 is none.
-    `spread`: words in which bit 4 i + j of the native block becomes bit 8 j + i.
+    `regroup`: moves bits within records, uint32[groups, records, words, 16], after that.
     """
 
     blocks: int  # native blocks in a record
     order: tuple[int, ...]
     record: Callable[[Tile], None]
-    spread: tuple[int, ...] = ()
+    regroup: Callable[[NDArray[np.uint32]], None] | None = None
 
     @property
     def words(self) -> int:
@@ -68,8 +74,7 @@ def _scales_and_mins(tile: Tile) -> tuple[list[Vectors], list[Vectors]]:
 def _finish_with_mins(tile: Tile, mins: list[Vectors], total: Grid) -> None:
     e = tile.e
     head = tile.word(0)
-    pairs = [[e.pair_of_bytes(v, low, low + 1) for v in word] for word in mins for low in (0, 2)]
-    msum = tile.pair_sums(pairs, K_SUMS_32)
+    msum = tile.sums_times(mins, K_SUMS_32)
     d = [e.half_to_float(v) for v in head]
     m = [e.negate(e.half_to_float(e.right(v, 16))) for v in head]
     tile.accumulate(d, values_of(total), K_SCALE, m, msum)
@@ -82,17 +87,17 @@ def q4_k(tile: Tile) -> None:
     scales, mins = _scales_and_mins(tile)
     total = tile.zeros()
 
-    def pairs_of(p: Value) -> list[tuple[Dots, Dots]]:
-        base = e.address(tile.weights, e.mul(p, i64(8 * WORD)))
+    def pairs_of(p: Value) -> list[Pair]:
+        word = tile.words(4, 8, e.address(tile.weights, e.mul(p, i64(8 * WORD))))
 
         def dots(half: int) -> Dots:
-            def nibbles(word: int) -> Vectors:
-                packed = tile.word(4 + word, base, first=half == 0)
+            def nibbles(number: int) -> Vectors:
+                packed = word(number, first=half == 0)
                 return [e.both(e.right(v, 4 * half), 0x0F0F0F0F) for v in packed]
 
             return Dots(_each(nibbles, 8), e.add(e.mul(p, i64(64)), i64(32 * half)))
 
-        return [(dots(0), dots(1))]
+        return [Pair(dots(0), dots(1))]
 
     in_order = [(word, j, j + 1) for word in scales for j in (0, 2)]
     tile.add_scaled_dots(total, in_order, pairs_of, largest=15)
@@ -100,41 +105,39 @@ def q4_k(tile: Tile) -> None:
 
 
 def q6_k(tile: Tile) -> None:
-    """53 words: | int8[16] scales | d f16, 2 unused | 4 x 12 words, in the order in which they are used |
+    """53 words: | int8[16] scales | d f16, 2 unused | 4 x 3 x 4 words |
 
-    The 12 words at 2 h + s, for columns 128 h + 16 s + 32 i + 0..15: 4 of bit pairs, 4 + 4 of nibbles. Low nibbles
-    of the first 4 are i = 0, of the other 4 i = 1, their high nibbles i = 2 and 3; above them stand bits 2 i and
-    2 i + 1 of the pairs. Less 32: -32 times the sum of its activations begins each dot product.
+    The 3 x 4 words at 2 h + s are of columns c = 128 h + 16 s + 0..15: bits 0-5 of their bytes are c, c + 32 and
+    c + 64, and bits 6-7 are c + 96, the lowest in the first 4 words. Less 32.
     """
     e = tile.e
     scales = [tile.word(j) for j in range(4)]
     total = tile.zeros()
 
-    def pairs_of(number: Value) -> list[tuple[Dots, Dots]]:
+    def pairs_of(number: Value) -> list[Pair]:
         h, s = e.builder.lshr(number, i64(1)), e.builder.and_(number, i64(1))
-        base = e.address(tile.weights, e.mul(number, i64(12 * WORD)))
+        word = tile.words(5, 12, e.address(tile.weights, e.mul(number, i64(12 * WORD))))
         columns = e.add(e.mul(h, i64(128)), e.mul(s, i64(16)))
-        starts_at = e.add(e.mul(e.add(e.mul(h, i64(8)), s), i64(4)), i64(K_STARTS))
+        starts_at = e.add(e.add(e.mul(h, i64(16)), e.mul(s, i64(4))), i64(K_PAIR_STARTS))
+
+        def sixes(i: int, j: int) -> Vectors:
+            three = [word(4 * k + j, first=i == 0) for k in range(3)]
+            if i < 3:
+                return [e.both(v, 0x3F3F3F3F) for v in three[i]]
+            bits = [[e.both(e.right(v, 6 - 2 * k), 0x03030303 << 2 * k) for v in three[k]] for k in range(3)]
+            return [e.either(e.either(u, v), w) for u, v, w in zip(*bits, strict=True)]
 
         def dots(i: int) -> Dots:
-            def sixes(word: int) -> Vectors:
-                pairs = tile.word(5 + word, base, first=i == 0)
-                low = tile.word(9 + 4 * (i % 2) + word, base, first=i < 2)
-                return [
-                    e.either(
-                        e.both(e.right(v, 4 * (i // 2)), 0x0F0F0F0F),
-                        e.both(e.left(w, 4 - 2 * i) if i < 2 else e.right(w, 2 * i - 4), 0x30303030),
-                    )
-                    for v, w in zip(low, pairs, strict=True)
-                ]
+            return Dots(_each(partial(sixes, i), 4), e.add(columns, i64(32 * i)))
 
-            return Dots(_each(sixes, 4), e.add(columns, i64(32 * i)), e.add(starts_at, i64(8 * i)))
+        return [Pair(dots(0), dots(1), starts_at), Pair(dots(2), dots(3), e.add(starts_at, i64(8)))]
 
-        return [(dots(0), dots(1)), (dots(2), dots(3))]
+    def subtract_32() -> None:
+        tile.subtract(total, 32, tile.sums_times(scales, K_SUMS_16, signed=True))
 
     # Scale 8 h + 2 i + s is byte 2 i + s of two words.
     in_order = [(scales[2 * h + i], s, s + 2) for h in (0, 1) for s in (0, 1) for i in (0, 1)]
-    tile.add_scaled_dots(total, in_order, pairs_of, largest=63, signed=True)
+    tile.add_scaled_dots(total, in_order, pairs_of, subtract_32, largest=63, signed=True)
     tile.accumulate([e.half_to_float(v) for v in tile.word(4)], values_of(total), K_SCALE)
 
 
@@ -178,7 +181,7 @@ def q8_0(tile: Tile) -> None:
         words = [partial(tile.word, 1 + 8 * block + word) for word in range(8)]
         tile.add_dots(total, Dots(words, 32 * block), largest=128, signed=True)
         if e.signed_offset:
-            tile.subtract_sums(total, e.signed_offset, PAIR_SUMS + 4 * block)
+            tile.subtract(total, e.signed_offset, tile.sums(PAIR_SUMS + 4 * block))
         _accumulate_block(tile, head, block, total)
 
 
@@ -189,7 +192,7 @@ def q4_0(tile: Tile) -> None:
     for block in (0, 1):
         total = tile.zeros()
         tile.add_dots(total, Dots(_nibbles(tile, 1 + 4 * block), 32 * block), largest=15)
-        tile.subtract_sums(total, 8, PAIR_SUMS + 4 * block)
+        tile.subtract(total, 8, tile.sums(PAIR_SUMS + 4 * block))
         _accumulate_block(tile, head, block, total)
 
 
@@ -211,7 +214,7 @@ def q5_0(tile: Tile) -> None:
         total = tile.zeros()
         words = _nibbles(tile, 5 * block + 2, fifth=tile.word(5 * block + 1))
         tile.add_dots(total, Dots(words, 32 * block), largest=31)
-        tile.subtract_sums(total, 16, PAIR_SUMS + 4 * block)
+        tile.subtract(total, 16, tile.sums(PAIR_SUMS + 4 * block))
         _accumulate_block(tile, head, block, total)
 
 
@@ -248,9 +251,7 @@ def _accumulate_block_with_minimum(tile: Tile, head: Vectors, block: int, total:
     e = tile.e
     d = [e.half_to_float(v) for v in head]
     m = [e.half_to_float(e.right(v, 16)) for v in head]
-    sums = [e.broadcast(e.i32, x, PAIR_SUMS + 4 * block) for x in tile.acts]
-    msum = [[s for _ in tile.vectors] for s in sums]
-    tile.accumulate(d, values_of(total), PAIR_SCALES + 4 * block, m, msum)
+    tile.accumulate(d, values_of(total), PAIR_SCALES + 4 * block, m, tile.sums(PAIR_SUMS + 4 * block))
 
 
 # --- 64 plain floats --------------------------------------------------------------------------------------------
@@ -298,7 +299,31 @@ def _halves(*spans: tuple[int, int]) -> tuple[int, ...]:
     return tuple(half for begin, end in spans for half in range(begin, end))
 
 
-_Q6_K_NIBBLES_AND_PAIRS = _halves(
+@kernel
+def _sixes(words):  # type: ignore[no-untyped-def]
+    """Q6_K: of each 3 x 4 words, which are bit pairs, nibbles of columns c and c + 64, and of c + 32 and c + 96."""
+    for group, record, quarter, j in np.ndindex(len(words), words.shape[1], 4, 4):
+        three = words[group, record, 5 + 12 * quarter + j :: 4]
+        for lane in range(ROWS):
+            pairs, even, odd = three[0, lane], three[1, lane], three[2, lane]
+            three[0, lane] = even & 0x0F0F0F0F | pairs << 4 & 0x30303030 | odd << 2 & 0xC0C0C0C0
+            three[1, lane] = odd & 0x0F0F0F0F | pairs << 2 & 0x30303030 | odd & 0xC0C0C0C0
+            three[2, lane] = even >> 4 & 0x0F0F0F0F | pairs & 0xF0F0F0F0
+
+
+def _spread(*places: int) -> Callable[[NDArray[np.uint32]], None]:
+    """Q5_0, Q5_1: in the words at `places` bit 4 i + j becomes bit 8 j + i."""
+
+    def regroup(words: NDArray[np.uint32]) -> None:
+        for place in places:
+            part = words[:, :, place]
+            bits = ((part >> 4 * i + j & 1) << 8 * j + i for i in range(8) for j in range(4))
+            part[...] = reduce(np.bitwise_or, bits)
+
+    return regroup
+
+
+_Q6_K_PAIRS_AND_NIBBLES = _halves(
     *(
         (2 * word, 2 * word + 8)
         for h in (0, 1)
@@ -311,12 +336,12 @@ _T = GGMLQuantizationType
 TILE_TYPES: dict[GGMLQuantizationType, TileType] = {
     _T.Q4_K: TileType(1, _halves((0, 72)), q4_k),
     _T.Q5_K: TileType(1, _halves((0, 88)), q5_k),
-    _T.Q6_K: TileType(1, (*_halves((96, 105)), -1, *_Q6_K_NIBBLES_AND_PAIRS), q6_k),
+    _T.Q6_K: TileType(1, (*_halves((96, 105)), -1, *_Q6_K_PAIRS_AND_NIBBLES), q6_k, _sixes),
     _T.Q8_0: TileType(2, _halves((0, 1), (17, 18), (1, 17), (18, 34)), q8_0),
     _T.Q4_0: TileType(2, _halves((0, 1), (9, 10), (1, 9), (10, 18)), q4_0),
     _T.Q4_1: TileType(2, _halves((0, 20)), q4_1),
-    _T.Q5_0: TileType(2, _halves((0, 1), (11, 12), (1, 11), (12, 22)), q5_0, spread=(1, 6)),
-    _T.Q5_1: TileType(2, _halves((0, 24)), q5_1, spread=(1, 7)),
+    _T.Q5_0: TileType(2, _halves((0, 1), (11, 12), (1, 11), (12, 22)), q5_0, _spread(1, 6)),
+    _T.Q5_1: TileType(2, _halves((0, 24)), q5_1, _spread(1, 7)),
     _T.F16: TileType(64, _halves((0, 64)), f16),
     _T.BF16: TileType(64, _halves((0, 64)), bf16),
     _T.F32: TileType(64, _halves((0, 128)), f32),

@@ -24,14 +24,16 @@ BLOCK_TOKENS = 8  # of a block of activations: as many as the largest tile has
 # Rounded activations lie in blocks of 8 tokens, [blocks][records][8], and beside the weights' records: so all addresses
 # of a tile are one register plus a constant. A record of one token is one of
 #
-#   q8_K, 256 values      | int8[256] | int32[16] -32 x sums of 16 | int16[8] sums of 32 | float32 scale |
-#                         | int32 is wide | 8 unused
+#   q8_K, 256 values      | int8[256] | int16[16] sums of 16 | int32[8] starts of pairs | int16[8] sums of 32 |
+#                         | float32 scale | int32 is wide | 8 unused
 #   q8_0, q8_1, 2 x 32    | int8[64]  | float32[2] scales | int32[2] sums of 32 values
 #   floats, 64 values     | float32[64]
 #
 # A record is wide (1, else 0) where the magnitudes of one of its sixteens add up to `K_WIDE_SUM` or more. With one that
-# is not, dot products of 32 values with Q4_K (15 * 2 * 1023) and of 16 with Q6_K (32 * 1023) fit 16 bits.
-K_STARTS, K_SUMS_32, K_SCALE, K_IS_WIDE = 256, 320, 336, 340
+# is not, dot products of 32 values with Q4_K (15 * 2 * 1023) and of 16 with Q6_K (32 * 1023) fit 16 bits. Two of
+# Q6_K's, as halves of 32 bits, begin with 2^15 - 32 * (low sum + 2^16 * high sum): the start 4 h + 2 j + s, for h, j, s
+# of 0 and 1, is that of the sums 8 h + 4 j + s and 8 h + 4 j + s + 2.
+K_SUMS_16, K_PAIR_STARTS, K_SUMS_32, K_SCALE, K_IS_WIDE = 256, 288, 320, 336, 340
 K_WIDE_SUM = 1024
 PAIR_SCALES, PAIR_SUMS = 64, 72
 RECORD_VALUES = {"q8_K": 256, "q8_0": 64, "q8_1": 64, "f16": 64, "bf16": 64, "none": 64}
@@ -44,11 +46,17 @@ Grid = list[list[Variable]]  # [token][vector of rows]
 
 
 class Dots(NamedTuple):
-    """A dot product for each row and token: of `words` with the activations from byte `acts_at`, begun with the int32
-    at byte `starts_at`."""
+    """A dot product for each row and token: of `words` with the activations from byte `acts_at`."""
 
     words: Sequence[Callable[[], list[Value]]]
     acts_at: Value | int
+
+
+class Pair(NamedTuple):
+    """Two dot products. As halves of 32 bits they begin with the int32 at byte `starts_at`."""
+
+    low: Dots
+    high: Dots
     starts_at: Value | None = None
 
 
@@ -69,6 +77,14 @@ class Tile:
             e.prefetch(base, WORD * index + PREFETCH)
         return [e.load(e.i32, base, WORD * index + 4 * e.lanes * r) for r in self.vectors]
 
+    def words(self, first: int, count: int, base: Value) -> Callable[..., list[Value]]:
+        """`word` by its number among the `count` from `first` on. A tile of few tokens loads them all now, so that
+        memory is asked for much at once; a larger one has no registers for them."""
+        if self.e.isa == "avx512vnni" and self.num_tokens < PREFETCH_TOKENS:
+            loaded = [self.word(first + number, base) for number in range(count)]
+            return lambda number, **_: loaded[number]
+        return lambda number, **is_first: self.word(first + number, base, **is_first)
+
     def zeros(self) -> Grid:
         """Integer sums that start at 0."""
         e = self.e
@@ -88,18 +104,21 @@ class Tile:
         span = e.dot_span(largest)
         acts = [e.address(x, dots.acts_at) for x in self.acts]
         dot = e.dot_signed if signed else e.dot
-        partial = self._begin_dots(total, dots.starts_at, factor)
+        nothing = self._nothing()
         for start in range(0, len(words), span):
             places = range(start, min(start + span, len(words)))
             if len(places) <= 2:  # few enough to hold the weights in registers, and one token's sum at a time
                 weights = {place: words[place]() for place in places}
                 for token in range(self.num_tokens):
-                    parts = self._add_words(weights, acts[token], partial[token], dot)
+                    parts = self._add_words(weights, acts[token], nothing[token], dot)
                     self._add_scaled(total[token], parts, factor)
             else:
-                for sums, parts in zip(total, self._add_each(words, places, acts, partial, dot), strict=True):
+                for sums, parts in zip(total, self._add_each(words, places, acts, nothing, dot), strict=True):
                     self._add_scaled(sums, parts, factor)
-            partial = self._begin_dots(total)
+
+    def _nothing(self) -> list[list[Value]]:
+        """[token][vector]: what `dot` begins with."""
+        return [[None for _ in self.vectors] for _ in self.acts]
 
     def _add_each(
         self,
@@ -128,28 +147,12 @@ class Tile:
         for r in self.vectors:
             total[r].set(self.e.scaled(total[r].get(), partial[r], factor and factor[r]))
 
-    def _begin_dots(
-        self, total: Grid, starts_at: Value | None = None, factor: list[Value] | None = None
-    ) -> list[list[Value]]:
-        """[token][vector]: what dot products begin with. Where that cannot be an int32, `total` has it now."""
-        e = self.e
-        nothing = [[None for _ in self.vectors] for _ in self.acc]
-        if starts_at is None:
-            return nothing
-        starts = [e.broadcast(e.i32, e.address(x, starts_at)) for x in self.acts]
-        if e.has_whole_sums:
-            return [[first for _ in self.vectors] for first in starts]
-        assert factor is not None
-        for sums, first in zip(total, starts, strict=True):
-            for r in self.vectors:
-                sums[r].set(e.add(sums[r].get(), e.mul(first, e.scale_as_int(factor[r]))))
-        return nothing
-
     def add_scaled_dots(
         self,
         total: Grid,
         scales: Sequence[tuple[list[Value], int, int]],
-        pairs_of: Callable[[Value], Sequence[tuple[Dots, Dots]]],
+        pairs_of: Callable[[Value], Sequence[Pair]],
+        correct: Callable[[], None] | None = None,
         *,
         largest: int,
         signed: bool = False,
@@ -158,7 +161,7 @@ class Tile:
 
         `pairs_of` gives those of each quarter of the record. `scales`, in this order: for each pair a word, and
         which of its bytes are the scales. Unless the record is wide, both dot products of a pair fit 16 bits: one
-        operation scales and adds them.
+        operation scales and adds them. Where they do not begin as a pair, `correct` does what their starts are for.
         """
         e, b = self.e, self.e.builder
 
@@ -166,18 +169,20 @@ class Tile:
             bytes_ = [(word, place) for word, *places in scales for place in places]
             factors = Factors(self, [[e.scale_of_byte(v, j, signed=signed) for v in w] for w, j in bytes_])
             with e.loop(4) as quarter:
-                singles = [dots for pair in pairs_of(quarter) for dots in pair]
+                singles = [dots for pair in pairs_of(quarter) for dots in (pair.low, pair.high)]
                 for j, dots in enumerate(singles):
                     factor = factors.at(e.mul(quarter, i64(len(singles))), j)
                     self.add_dots(total, dots, largest=largest, factor=factor)
+            if correct is not None:
+                correct()
 
         def narrow() -> None:
             halves = [[e.pair_of_bytes(v, low, high, signed=signed) for v in w] for w, low, high in scales]
             factors = Factors(self, [[e.cast(v, e.i32) for v in half] for half in halves])
             with e.loop(4) as quarter:
                 pairs = pairs_of(quarter)
-                for j, (low, high) in enumerate(pairs):
-                    self._add_pair(total, low, high, factors.at(e.mul(quarter, i64(len(pairs))), j))
+                for j, pair in enumerate(pairs):
+                    self._add_pair(total, pair, factors.at(e.mul(quarter, i64(len(pairs))), j))
 
         # Elsewhere registers are too few, and small tiles wait for memory.
         if e.isa != "avx512vnni" or self.num_tokens < PREFETCH_TOKENS:
@@ -192,18 +197,16 @@ class Tile:
             with otherwise:
                 wide()
 
-    def _add_pair(self, total: Grid, low: Dots, high: Dots, factors: list[Value]) -> None:
+    def _add_pair(self, total: Grid, pair: Pair, factors: list[Value]) -> None:
         """total += two dot products of 16 bits times the two 16-bit halves of `factors`."""
         e, sign = self.e, self.e.splat(0x8000, self.e.i32)
-        sums = self._dots(high, self._begin_dots(total, high.starts_at))
+        sums = self._dots(pair.high, self._nothing())
         # The low one is added up below the high one. 2^15 more, it is not negative and borrows nothing from it.
-        sums = [[e.add(e.left(v, 16), sign) for v in row] for row in sums]
-        if low.starts_at is not None:
-            starts = self._begin_dots(total, low.starts_at)
-            sums = [
-                [e.add(*pair) for pair in zip(*rows, strict=True)] for rows in zip(sums, starts, strict=True)
-            ]
-        for row, added in zip(total, self._dots(low, sums), strict=True):
+        starts = [sign for _ in self.acts]
+        if pair.starts_at is not None:
+            starts = [e.broadcast(e.i32, e.address(x, pair.starts_at)) for x in self.acts]
+        sums = [[e.add(e.left(v, 16), first) for v in row] for row, first in zip(sums, starts, strict=True)]
+        for row, added in zip(total, self._dots(pair.low, sums), strict=True):
             for variable, v, factor in zip(row, added, factors, strict=True):
                 variable.set(e.add(variable.get(), e.pair_dot(e.builder.xor(v, sign), factor)))
 
@@ -212,21 +215,29 @@ class Tile:
         acts = [self.e.address(x, dots.acts_at) for x in self.acts]
         return self._add_each(dots.words, range(len(dots.words)), acts, partial, self.e.dot)
 
-    def subtract_sums(self, total: Grid, offset: int, sums_at: int) -> None:
-        """total -= offset * the int32 sum of activations at byte `sums_at`."""
-        e = self.e
-        for token, x in enumerate(self.acts):
-            correction = e.mul(e.broadcast(e.i32, x, sums_at), e.splat(offset, e.i32))
-            for r in self.vectors:
-                total[token][r].set(e.sub(total[token][r].get(), correction))
+    def subtract(self, total: Grid, factor: int, sums: list[list[Value]]) -> None:
+        """total -= factor * sums, [token][vector]."""
+        e, factors = self.e, self.e.splat(factor, self.e.i32)
+        for row, added in zip(total, sums, strict=True):
+            for variable, v in zip(row, added, strict=True):
+                variable.set(e.sub(variable.get(), e.mul(v, factors)))
 
-    def pair_sums(self, pairs: Sequence[list[Value]], sums_at: int) -> list[list[Value]]:
-        """[token][vector]: sum over j of pairs[j] times the j-th two int16 sums at byte `sums_at`."""
+    def sums(self, sums_at: int) -> list[list[Value]]:
+        """[token][vector]: the int32 at byte `sums_at`."""
+        return [[self.e.broadcast(self.e.i32, x, sums_at)] * len(self.vectors) for x in self.acts]
+
+    def sums_times(
+        self, words: Sequence[list[Value]], sums_at: int, *, signed: bool = False
+    ) -> list[list[Value]]:
+        """[token][vector]: the sum over j of byte j of `words` times the j-th int16 at byte `sums_at`."""
         e = self.e
+        pairs = [
+            [e.pair_of_bytes(v, j, j + 1, signed=signed) for v in word] for word in words for j in (0, 2)
+        ]
         result: list[list[Value]] = [[e.zero(e.i32) for _ in self.vectors] for _ in self.acc]
         for token, x in enumerate(self.acts):
-            for j, pair in enumerate(pairs):
-                sums = e.broadcast(e.i32, x, sums_at + 4 * j)
+            for number, pair in enumerate(pairs):
+                sums = e.broadcast(e.i32, x, sums_at + 4 * number)
                 for r in self.vectors:
                     result[token][r] = e.add(result[token][r], e.pair_dot(pair[r], sums))
         return result
