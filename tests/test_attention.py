@@ -57,21 +57,10 @@ class Filled:
         rows, scores = attention_simd.make_scratch(q.shape[1] // self.kv_heads, q.shape[2], 96)
         for begin, end in tiles[:num_tiles]:
             for head in range(self.kv_heads):
-                attention_simd.attend_tile(
-                    q,
-                    self.keys,
-                    self.values,
-                    LAYER,
-                    self.cache.tables,
-                    slots,
-                    positions,
-                    begin,
-                    end,
-                    head,
-                    rows,
-                    scores,
-                    z,
-                )
+                cache = (self.keys, self.values, LAYER, self.cache.tables, slots, positions)
+                attention_simd.take_queries(q, begin, end, head, rows)
+                attention_simd.attend_tile(*cache, begin, end, head, rows, scores)
+                attention_simd.put_results(rows, begin, end, head, z)
         return z
 
 

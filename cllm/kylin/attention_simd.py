@@ -168,29 +168,50 @@ def find_tiles(slots, positions, num_tokens, tiles):  # type: ignore[no-untyped-
 
 @inlined
 def make_scratch(group, width, longest):  # type: ignore[no-untyped-def]
-    """Memory of one thread for `attend_tile`: (queries and results [2, rows, C], scores [rows, positions])."""
+    """Memory of one thread for `attend_tile`: queries and results float32[2, rows, C], of each token of a tile the
+    heads of one kv-head, and scores [rows, positions]."""
     rows = TILE_TOKENS * group
     padded = (longest + BLOCK - 1) // BLOCK * BLOCK
     return np.empty((2, rows, width), np.float32), np.empty((rows, padded), np.float32)
 
 
 @kernel
-def attend_tile(  # type: ignore[no-untyped-def]
-    q, keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores, out
-):
-    """z of the tokens begin <= t < end, which are a tile, for the query heads of one kv-head.
+def take_queries(q, begin, end, kv_head, rows):  # type: ignore[no-untyped-def]
+    """Of q float32[T, H, C] the queries of a tile on one kv-head."""
+    group = rows.shape[1] // TILE_TOKENS
+    for token in range(begin, end):
+        for head in range(group):
+            row, query = (token - begin) * group + head, kv_head * group + head
+            for channel in range(q.shape[2]):
+                rows[0, row, channel] = q[token, query, channel]
 
-    q, out float32[T, H, C]; keys [chunks, layers, K, 16, C, 16]; values [chunks, layers, K, 16, 16, C]; tables
-    int32[slots, blocks a slot]; slots, positions int32[T]; rows, scores from `make_scratch`.
+
+@kernel
+def put_results(rows, begin, end, kv_head, out):  # type: ignore[no-untyped-def]
+    """The results of a tile on one kv-head to out float32[T, H, C]."""
+    group = rows.shape[1] // TILE_TOKENS
+    for token in range(begin, end):
+        for head in range(group):
+            row, query = (token - begin) * group + head, kv_head * group + head
+            for channel in range(out.shape[2]):
+                out[token, query, channel] = rows[1, row, channel]
+
+
+@kernel
+def attend_tile(  # type: ignore[no-untyped-def]
+    keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores
+):
+    """Results of the tokens begin <= t < end, which are a tile, from their queries on one kv-head, which are spent.
+
+    keys [chunks, layers, K, 16, C, 16]; values [chunks, layers, K, 16, 16, C]; tables int32[slots, blocks a slot];
+    slots, positions int32[T]; rows, scores from `make_scratch`.
     """
-    group, width = q.shape[1] // keys.shape[2], q.shape[2]
+    group, width = rows.shape[1] // TILE_TOKENS, rows.shape[2]
     table = tables[slots[begin]]
     queries, results = rows[0], rows[1]
     num_rows = (end - begin) * group
     for row in range(num_rows):
-        token, head = begin + row // group, kv_head * group + row % group
         for channel in range(width):
-            queries[row, channel] = q[token, head, channel]
             results[row, channel] = np.float32(0)
     scale = np.float32(1) / np.sqrt(np.float32(width))
     _score_blocks(queries, num_rows, keys, layer, table, kv_head, positions[end - 1] + 1, scale, scores)
@@ -205,9 +226,9 @@ def attend_tile(  # type: ignore[no-untyped-def]
     first_seen = positions[begin] + 1
     _weigh_blocks(scores, num_rows, group, values, layer, table, kv_head, first_seen, end - begin, results)
     for row in range(num_rows):
-        token, head, factor = begin + row // group, kv_head * group + row % group, queries[row, 0]
+        factor = queries[row, 0]
         for channel in range(width):
-            out[token, head, channel] = results[row, channel] * factor
+            results[row, channel] *= factor
 
 
 @inlined

@@ -139,9 +139,11 @@ class FastPath:
             for item in range(first, last):
                 begin, end = tiles[item // kv_heads]
                 kv_head = item % kv_heads
+                attention_simd.take_queries(q, begin, end, kv_head, rows)
                 attention_simd.attend_tile(
-                    q, keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores, z
+                    keys, values, layer, tables, slots, positions, begin, end, kv_head, rows, scores
                 )
+                attention_simd.put_results(rows, begin, end, kv_head, z)
 
         self._team.run(share, num_tiles * kv_heads)
         return z

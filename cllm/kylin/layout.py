@@ -14,6 +14,7 @@ from .jit import inlined
 from .kv_cache import BLOCK, CHUNK
 from .native import atomic_add, atomic_load, carray, pointer
 from .rounding import KIND_OF
+from .tiles import BLOCK_TOKENS, ROWS
 
 MAX_TOKENS = 256  # of one step; a larger batch takes several
 NUM_KINDS = max(KIND_OF.values()) + 1
@@ -47,13 +48,13 @@ class Field(IntEnum):
     NUM_CHUNKS = 21
     NUM_LAYERS = 22
     X = 23  # float32[N, D], the residual
-    H = 24  # float32[N, D], what norms make of it
+    H = 24  # float32[members, D], what norms make of one token
     Q = 25  # float32[N, H, C]
     K = 26  # float32[N, K, C]
     V = 27  # float32[N, K, C]
-    Z = 28  # float32[N, H, C]
-    GATE = 29  # float32[N, F]
-    UP = 30  # float32[N, F]
+    Z = 28  # float32[N, H, C], unless it is rounded at once
+    GATE = 29  # float32[N, F], likewise
+    SCRATCH = 30  # float32[members, 2, SCRATCH]
     ACTS = 31  # for each kind of rounding: its records
     GATED_ACTS = ACTS + NUM_KINDS  # likewise of the gate's result, made while others still read the former
     ROUNDINGS = GATED_ACTS + NUM_KINDS  # for each kind the address of its compiled function, or 0
@@ -74,6 +75,9 @@ FUNCTION, COUNTED_AS, TOKENS, OPERANDS, LINE = 0, 1, 2, 8, 8
 KERNEL, DATA, RECORDS, GROUPS, ACTS, OUT, OUT_STRIDE, BIAS, SPAN, SPAN_GAP, PART, PART_GAP = range(12)
 MATRIX = 12
 CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
+SCRATCH = (
+    BLOCK_TOKENS * ROWS * CACHED_RECORDS
+)  # floats: of the largest piece's products those of one block of tokens
 
 
 # --- reading the numbers --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from .weights import Floats, Linear, ModelShape, Weights
 
 A_LAYER = 7  # matrices of a layer, in the order of `matrices_of`
 _Q, _K, _OUTPUT, GATE, _DOWN = 0, 1, 3, 4, 6
-_OUTS = ("Q", "K", "V", "X", "GATE", "UP", "X")  # where their results go
+_OUTS = ("Q", "K", "V", "X", None, None, "X")  # where results go; those of gate and up are never whole
 _RECORDS_A_MEMBER = 4  # that the members end together, where pieces are whole records
 _OF_WANTED = 1  # the second place in the arrays of which two sets of tokens have their own
 _OWN = ("X", "SLOTS", "POSITIONS", "TILES")
@@ -76,7 +76,7 @@ def make_program(
     shape = weights.shape
     # To norm a single token each member has a block of tokens.
     num_rows = max(MAX_TOKENS, BLOCK_TOKENS * num_members)
-    arrays, records = _make_arrays(shape, num_rows), _make_records(weights, packed, num_rows)
+    arrays, records = _make_arrays(shape, num_members), _make_records(weights, packed, num_rows)
     eps = np.array([shape.rms_eps], np.float32)
     sets = _make_fields(shape, arrays, records, cache, rope, eps)
     matrices = _make_matrices(weights, packed, arrays)
@@ -120,7 +120,7 @@ def _add_projections(rows: _Rows, weights: Weights, layer: int, start: int) -> t
     rows.add(phases.multiply, "qkv", rows.matrix(first), count, False, parts, norm)
     if not rows.is_single:
         store = phases.rope_and_store_f16 if rows.is_f16 else phases.rope_and_store_f32
-        rows.add(store, "rope", *norms, layer)
+        rows.add(store, "rope", norms[1], layer)
     return (rows.is_single, *norms)
 
 
@@ -200,18 +200,25 @@ class _Rows:
         return rows
 
 
-def _make_arrays(shape: ModelShape, num_rows: int) -> dict[str, NDArray[Any]]:
-    """Inputs and buffers of a step; H has `num_rows`."""
-    width, ffn = (shape.width,), (shape.ffn_width,)
+def _make_arrays(shape: ModelShape, num_members: int) -> dict[str, NDArray[Any]]:
+    """Inputs and buffers of a step."""
     heads, kv_heads = (shape.num_heads, shape.head_width), (shape.num_kv_heads, shape.head_width)
-    floats = {"X": width, "H": width, "Q": heads, "Z": heads, "K": kv_heads, "V": kv_heads}
-    floats |= {"GATE": ffn, "UP": ffn}
+    floats = {
+        "X": (shape.width,),
+        "Q": heads,
+        "Z": heads,
+        "K": kv_heads,
+        "V": kv_heads,
+        "GATE": (shape.ffn_width,),
+    }
     ints: dict[str, tuple[int, ...]] = {"SLOTS": (), "POSITIONS": (), "TILES": (2,), "SOURCES": ()}
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays = {
+        "H": zeros((num_members, shape.width), np.float32),
+        "SCRATCH": zeros((num_members, 2, layout.SCRATCH), np.float32),
+    }
     for dtype, shapes in ((np.float32, floats), (np.int32, ints)):
         for name, rest in shapes.items():
-            rows = num_rows if name == "H" else MAX_TOKENS
-            arrays[name] = zeros(((2,) if name in _OWN else ()) + (rows, *rest), dtype)
+            arrays[name] = zeros(((2,) if name in _OWN else ()) + (MAX_TOKENS, *rest), dtype)
     return arrays
 
 
@@ -264,7 +271,6 @@ def _make_fields(
     }
     for field, number in numbers.items():
         sets[:, field] = number
-    sets[layout.KEYS_ONLY, Field.HEADS] = 0
     for name, array in arrays.items():
         sets[:, Field[name]] = array.ctypes.data
         if name in _OWN:
@@ -297,8 +303,9 @@ def _make_matrices(
         table[number, layout.OUT_STRIDE] = 4 * matrix.padded_rows
         if number < len(layers) - 1:  # the output's result lies elsewhere in each step
             name = _OUTS[number % A_LAYER]
-            is_wanted = name in _OWN and number // A_LAYER == len(weights.blocks) - 1  # the last layer's
-            out = arrays[name][_OF_WANTED] if is_wanted else arrays[name]
-            table[number, layout.OUT] = out.ctypes.data
+            if name is not None:
+                is_wanted = name in _OWN and number // A_LAYER == len(weights.blocks) - 1  # the last layer's
+                out = arrays[name][_OF_WANTED] if is_wanted else arrays[name]
+                table[number, layout.OUT] = out.ctypes.data
             table[number, layout.BIAS] = 0 if layer.bias is None else layer.bias.ctypes.data
     return table

@@ -33,58 +33,62 @@ def round_rows(x: NDArray[np.float32], rounding: str) -> NDArray[np.uint8]:
     x = np.ascontiguousarray(x)
     out = np.zeros(records_shape(rounding, *x.shape), np.uint8)
     round_ = compiled_rounding(KIND_OF[rounding]).ctypes
-    round_(x.ctypes.data, x.shape[1], out.ctypes.data, 0, len(x), 0, x.shape[1])
+    round_(x.ctypes.data, x.strides[0], x.shape[1], out.ctypes.data, 0, len(x), 0, x.shape[1])
     return out
 
 
 def compiled_rounding(kind: int) -> Any:
-    """The compiled rounding of a kind, with `address` and `ctypes`: a function of seven int64.
+    """The compiled rounding of a kind, with `address` and `ctypes`: a function of eight int64.
 
-    (address of float32[T, n], n, address of records uint8[blocks, records, 8, bytes], begin, end, first, last): of the
-    rows begin <= t < end the columns first <= c < last, which begin a record, and end one or the row. It is called
-    by its address, so that a model compiles the kinds that it uses, once.
+    (address of float32, stride in bytes, n, address of records uint8[blocks, records, 8, bytes], begin, end, first,
+    last): of the rows begin <= t < end of [T, n] the columns first <= c < last, which begin a record, and end one or
+    the row. Only these are at the address, row after row. It is called by its address, so that a model compiles the
+    kinds that it uses, once.
     """
     function = (_round_q8_k, _round_q8_0, _round_to_f16, _round_to_bf16, _copy)[kind]
-    return native_function(function, 7)
+    return native_function(function, 8)
 
 
-def _round_q8_k(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+def _round_q8_k(x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
     num_records = width // 256
     for t in range(begin, end):
         record_at = _record_at(out_at, num_records, t, first // 256, _K_BYTES)
-        row_at = x_at + 4 * (width * t + first)
+        row_at = x_at + stride * (t - begin)
         round_q8_k(row_at, (last - first) // 256, record_at, BLOCK_TOKENS * _K_BYTES)
 
 
-def _round_q8_0(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+def _round_q8_0(x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
     num_records = (width + 63) // 64
     for t in range(begin, end):
         record_at = _record_at(out_at, num_records, t, first // 64, _PAIR_BYTES)
-        row_at = x_at + 4 * (width * t + first)
+        row_at = x_at + stride * (t - begin)
         round_q8_0(row_at, (last - first) // 32, record_at, BLOCK_TOKENS * _PAIR_BYTES)
 
 
-def _round_to_f16(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
-    _round_each(_through_f16, x_at, width, out_at, begin, end, first, last)
+def _round_to_f16(x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_through_f16, x_at, stride, width, out_at, begin, end, first, last)
 
 
-def _round_to_bf16(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
-    _round_each(_to_bf16, x_at, width, out_at, begin, end, first, last)
+def _round_to_bf16(x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_to_bf16, x_at, stride, width, out_at, begin, end, first, last)
 
 
-def _copy(x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
-    _round_each(_as_it_is, x_at, width, out_at, begin, end, first, last)
+def _copy(x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+    _round_each(_as_it_is, x_at, stride, width, out_at, begin, end, first, last)
 
 
 @inlined
-def _round_each(convert, x_at, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
+def _round_each(convert, x_at, stride, width, out_at, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Records of float32: `convert` of each value, and zeros where a row has ended."""
-    x, num_records = carray(pointer(x_at), (end, width), np.float32), (width + 63) // 64
+    num_records = (width + 63) // 64
     for t in range(begin, end):
-        for b in range(first // 64, (last + 63) // 64):
-            out = carray(pointer(_record_at(out_at, num_records, t, b, _FLOAT_BYTES)), 64, np.float32)
+        x = carray(pointer(x_at + stride * (t - begin)), last - first, np.float32)
+        for start in range(first, last, 64):
+            out = carray(
+                pointer(_record_at(out_at, num_records, t, start // 64, _FLOAT_BYTES)), 64, np.float32
+            )
             for i in range(64):
-                out[i] = convert(x[t, 64 * b + i]) if 64 * b + i < width else _F32(0)
+                out[i] = convert(x[start - first + i]) if start + i < last else _F32(0)
 
 
 @inlined
