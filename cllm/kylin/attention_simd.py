@@ -76,12 +76,8 @@ def emit_weigh(module: ir.Module, isa: str, num_rows: int, *, half: bool) -> Val
     for num_vectors in sorted({most, min(most, 4), 1}, reverse=True):
         chunk = num_vectors * e.lanes
         with e.loop(b.sdiv(b.sub(width, done.get()), ir.Constant(I64, chunk))):
-            outs = [
-                e.address(
-                    e.address(out, e.mul(out_stride, ir.Constant(I64, row))), e.mul(done.get(), _i64(4))
-                )
-                for row in range(num_rows)
-            ]
+            place = e.address(out, e.mul(done.get(), _i64(4)))
+            outs = [e.address(place, e.mul(out_stride, _i64(row))) for row in range(num_rows)]
             sums = [[e.variable(e.load(e.f32, o, 4 * e.lanes * r)) for r in range(num_vectors)] for o in outs]
             with e.loop(b.sub(end, begin)) as number:
                 position = e.add(begin, number)
@@ -278,13 +274,33 @@ def _num_adjacent(table, place, end):  # type: ignore[no-untyped-def]
     return count
 
 
+@inlined
+def _weigh_rows(values, weights, stride, num_rows, block, width, begin, end, out, out_stride):  # type: ignore[no-untyped-def]
+    """`emit_weigh` of any number of rows."""
+    left = num_rows
+    while left >= _MOST_ROWS:
+        _weigh(_MOST_ROWS, values, weights, stride, block, width, begin, end, out, out_stride)
+        weights, out, left = weights + _MOST_ROWS * stride, out + _MOST_ROWS * out_stride, left - _MOST_ROWS
+    while left >= 8:
+        _weigh(8, values, weights, stride, block, width, begin, end, out, out_stride)
+        weights, out, left = weights + 8 * stride, out + 8 * out_stride, left - 8
+    while left >= 4:
+        _weigh(4, values, weights, stride, block, width, begin, end, out, out_stride)
+        weights, out, left = weights + 4 * stride, out + 4 * out_stride, left - 4
+    while left >= 2:
+        _weigh(2, values, weights, stride, block, width, begin, end, out, out_stride)
+        weights, out, left = weights + 2 * stride, out + 2 * out_stride, left - 2
+    if left:
+        _weigh(1, values, weights, stride, block, width, begin, end, out, out_stride)
+
+
 @kernel
 def _weigh_blocks(  # type: ignore[no-untyped-def]
     scores, num_rows, group, values, layer, table, kv_head, first_seen, num_tokens, results
 ):
     """results += weights * values. The first token of the tile sees `first_seen` positions, each later one more.
 
-    What only later tokens see is added row by row, so that no row ever multiplies what it must not see.
+    What only later tokens see is added token by token, so that none ever multiplies what it must not see.
     """
     width = results.shape[1]
     stride, out_stride = 4 * scores.shape[1], 4 * width
@@ -294,31 +310,12 @@ def _weigh_blocks(  # type: ignore[no-untyped-def]
         block = _address(values, layer, kv_head, table[start // BLOCK])
         shared = max(0, min(num_positions, first_seen - start))
         weights, out = scores.ctypes.data + 4 * start, results.ctypes.data
-        left = num_rows
-        while left >= _MOST_ROWS:
-            _weigh(_MOST_ROWS, values, weights, stride, block, width, 0, shared, out, out_stride)
-            weights, out, left = (
-                weights + _MOST_ROWS * stride,
-                out + _MOST_ROWS * out_stride,
-                left - _MOST_ROWS,
-            )
-        while left >= 8:
-            _weigh(8, values, weights, stride, block, width, 0, shared, out, out_stride)
-            weights, out, left = weights + 8 * stride, out + 8 * out_stride, left - 8
-        while left >= 4:
-            _weigh(4, values, weights, stride, block, width, 0, shared, out, out_stride)
-            weights, out, left = weights + 4 * stride, out + 4 * out_stride, left - 4
-        while left >= 2:
-            _weigh(2, values, weights, stride, block, width, 0, shared, out, out_stride)
-            weights, out, left = weights + 2 * stride, out + 2 * out_stride, left - 2
-        if left:
-            _weigh(1, values, weights, stride, block, width, 0, shared, out, out_stride)
-        for row in range(group, num_rows):
-            seen = max(0, min(num_positions, first_seen + row // group - start))
+        _weigh_rows(values, weights, stride, num_rows, block, width, 0, shared, out, out_stride)
+        for token in range(1, num_tokens):
+            seen = max(0, min(num_positions, first_seen + token - start))
             if seen > shared:
-                weights = scores.ctypes.data + row * stride + 4 * start
-                out = results.ctypes.data + row * out_stride
-                _weigh(1, values, weights, stride, block, width, shared, seen, out, out_stride)
+                own, out = weights + group * token * stride, results.ctypes.data + group * token * out_stride
+                _weigh_rows(values, own, stride, group, block, width, shared, seen, out, out_stride)
         start += num_positions
 
 
