@@ -9,7 +9,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from .simd import I64, Emitter, Value, make_internal, start_function
-from .tiles import BLOCK_TOKENS, ROWS, Tile, i64
+from .tiles import BLOCK_TOKENS, PREFETCH_TOKENS, ROWS, Tile, i64
 
 
 class TileSizes(NamedTuple):
@@ -38,20 +38,23 @@ def emit_tiles(
     weights, acts, out, out_stride, num_records, num_groups, bias, adds = function.args
     e = Emitter(start_function(function), isa)
     b = e.builder
-    group_bytes = e.mul(num_records, i64(sizes.weights))
+    group_bytes, is_added = e.mul(num_records, i64(sizes.weights)), b.icmp_signed("!=", adds, i64(0))
     with e.loop(num_groups) as group:
         tile = Tile(e, num_tokens)
-        first = e.address(weights, e.mul(group, group_bytes))
+        first, rows_at = e.address(weights, e.mul(group, group_bytes)), e.mul(group, i64(4 * ROWS))
+        outs = [e.address(e.address(out, rows_at), e.mul(out_stride, i64(t))) for t in range(num_tokens)]
+        if num_tokens >= PREFETCH_TOKENS:
+            with b.if_then(is_added):  # to what prompts have in the third cache
+                for base in outs:
+                    e.prefetch(base, 0)
         with e.loop(num_records) as number:
             tile.weights = e.address(first, e.mul(number, i64(sizes.weights)))
             at = e.address(acts, e.mul(number, i64(sizes.acts * BLOCK_TOKENS)))
             tile.acts = [e.address(at, sizes.acts * token) for token in range(num_tokens)]
             record(tile)
-        rows_at = e.mul(group, i64(4 * ROWS))
-        outs = [e.address(e.address(out, rows_at), e.mul(out_stride, i64(t))) for t in range(num_tokens)]
         with b.if_then(b.icmp_signed("!=", bias, i64(0))):
             tile.add_to_rows([e.address(bias, rows_at)] * num_tokens)
-        with b.if_then(b.icmp_signed("!=", adds, i64(0))):
+        with b.if_then(is_added):
             tile.add_to_rows(outs)
         for base, row in zip(outs, tile.acc, strict=True):
             for r, variable in enumerate(row):
