@@ -54,21 +54,38 @@ def test_tests_fit_the_context() -> None:
     assert set(speed.TARGETS) <= {test.name for test in speed.make_tests(4224)}
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1])
-def test_a_short_test_takes_more_rounds(
-    backend: MockBackend, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Fixed:
-        def measure(self) -> Ceiling:
-            return Ceiling(1.0, 1.0)
+class FixedCeilings:
+    def measure(self) -> Ceiling:
+        return Ceiling(1.0, 1.0)
 
-    monkeypatch.setattr(speed, "TEST_S", seconds)
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_a_short_test_takes_more_rounds(backend: MockBackend, seconds: float) -> None:
     result = speed.Result(speed.Test("pp8", 8, False), {"kylin": [], "llama": []})
     runner = speed.Runner(backend)
-    speed._alternate(result, {"kylin": runner, "llama": runner}, 2, Fixed())  # type: ignore[arg-type]
-    count = len(result.ceilings)
-    assert count == 2 if seconds == 0.0 else count > 2
-    assert {len(samples) for samples in result.samples.values()} == {count}
+    runners = {"kylin": runner, "llama": runner}
+    for number in (1, 2):
+        speed._alternate(result, runners, 2, seconds, FixedCeilings())  # type: ignore[arg-type]
+        count = len(result.ceilings)
+        assert count == 2 * number if seconds == 0.0 else count > 2 * number
+        assert {len(samples) for samples in result.samples.values()} == {count}
+
+
+def test_tests_take_turns(backend: MockBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "TEST_S", 0.0)
+    ran: list[str] = []
+
+    class Watched(speed.Runner):
+        def run(self, test: speed.Test) -> float:
+            ran.append(test.name)
+            return 1.0
+
+    tests = [speed.Test("a", 8, False), speed.Test("b", 8, True), speed.Test("deep", 8, True, depth=16)]
+    results = [speed.Result(test, {"kylin": []}) for test in tests]
+    speed._take_turns(results, {"kylin": Watched(backend)}, 3, FixedCeilings())  # type: ignore[arg-type]
+    # A round that is not counted, and one that is; of the deep one all three at once.
+    assert "".join(ran) == "aabb" + 4 * "deep" + "aabb" + "aabb"
+    assert [len(result.ceilings) for result in results] == [3, 3, 3]
 
 
 def fake_results(ratio: float, read_gb_s: float) -> list[speed.Result]:

@@ -1,7 +1,8 @@
 """`cllm bench speed`: prefill and decode of the bare backends, alternating in one run, beside the machine's ceilings.
 
 A test runs on every backend in turn, round after round, a short one more often; medians and ratios are over rounds, so
-that a machine whose speed drifts is fair to both. Token ids are random: what they are changes no time.
+that a machine whose speed drifts is fair to both. The tests take turns as well: what others do to the machine for a
+minute decides none of them. Token ids are random: what they are changes no time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..machine import available_cores
 from .ceilings import Ceiling, Ceilings
 
 DECODE_STEPS = 64
-TEST_S = 30  # seconds of rounds of a test, at least
+TEST_S, NUM_TURNS = 30, 3  # seconds of rounds of a test, at least, and in how many turns
 BATCHES = (1, 2, 4, 8, 16)
 DEPTHS = (0, 512, 4096)
 # What kylin is to reach, as a multiple of llama.cpp in the same run (Qwen3-0.6B shape, q4_k_m, 2 threads).
@@ -156,21 +157,32 @@ def measure(configs: dict[str, EngineConfig], rounds: int, ceilings: Ceilings) -
         runner.backend.warm_up()
     context = min(runner.backend.info.context_length for runner in runners.values())
     results = [Result(test, {name: [] for name in runners}) for test in make_tests(context)]
-    for result in results:
-        _alternate(result, runners, rounds, ceilings)
-        for runner in runners.values():
-            runner.clear()
+    _take_turns(results, runners, rounds, ceilings)
     for runner in runners.values():
         runner.backend.close()
     return results
 
 
-def _alternate(result: Result, runners: dict[str, Runner], rounds: int, ceilings: Ceilings) -> None:
-    """Rounds of one test, with the ceilings in each: `rounds` of them and for `TEST_S`, after one not counted."""
+def _take_turns(results: list[Result], runners: dict[str, Runner], rounds: int, ceilings: Ceilings) -> None:
+    """`rounds` of each test and for `TEST_S`, in turns."""
+    for turn in range(NUM_TURNS):
+        for result in results:
+            # What lies before a deep test's tokens takes too long to compute again.
+            num_turns = 1 if result.test.depth else NUM_TURNS
+            if turn < num_turns:
+                _alternate(result, runners, -(-rounds // num_turns), TEST_S / num_turns, ceilings)
+                for runner in runners.values():
+                    runner.clear()
+
+
+def _alternate(
+    result: Result, runners: dict[str, Runner], rounds: int, seconds: float, ceilings: Ceilings
+) -> None:
+    """Rounds of one test, with the ceilings in each: so many and for so long, after one not counted."""
     for runner in runners.values():
         runner.run(result.test)
-    started = time.perf_counter()
-    while len(result.ceilings) < rounds or time.perf_counter() < started + TEST_S:
+    started, before_these = time.perf_counter(), len(result.ceilings)
+    while len(result.ceilings) < before_these + rounds or time.perf_counter() < started + seconds:
         order = list(runners)[:: 1 if len(result.ceilings) % 2 else -1]
         for place, name in enumerate(order):
             if place == len(order) // 2:  # next to every backend: the memory's speed changes within seconds
