@@ -76,8 +76,8 @@ KERNEL, DATA, RECORDS, GROUPS, ACTS, OUT, OUT_STRIDE, BIAS, SPAN, SPAN_GAP, PART
 MATRIX = 12
 CACHED_RECORDS = 64  # of groups, 1 to 4 KB each: they stay in a core's second cache
 SCRATCH = (
-    BLOCK_TOKENS * ROWS * CACHED_RECORDS
-)  # floats: of the largest piece's products those of one block of tokens
+    ROWS * CACHED_RECORDS * BLOCK_TOKENS
+)  # float32: a piece has so many rows at most, for a block of tokens
 
 
 # --- reading the numbers --------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ def _round(m, acts, x, stride, width, kinds, begin, end, first, last):  # type: 
     after row, to the records of each rounding in `kinds`, a set of bits, which the fields from `acts` on point to."""
     for kind in range(NUM_KINDS):
         if kinds >> kind & 1:
-            call_native(
-                m[Field.ROUNDINGS + kind], (x, stride, width, m[acts + kind], begin, end, first, last)
-            )
+            numbers = (x, stride, width, m[acts + kind], begin, end, first, last)
+            call_native(m[Field.ROUNDINGS + kind], numbers)
 
 
 @inlined

@@ -84,9 +84,8 @@ def _round_each(convert, x_at, stride, width, out_at, begin, end, first, last): 
     for t in range(begin, end):
         x = carray(pointer(x_at + stride * (t - begin)), last - first, np.float32)
         for start in range(first, last, 64):
-            out = carray(
-                pointer(_record_at(out_at, num_records, t, start // 64, _FLOAT_BYTES)), 64, np.float32
-            )
+            record_at = _record_at(out_at, num_records, t, start // 64, _FLOAT_BYTES)
+            out = carray(pointer(record_at), 64, np.float32)
             for i in range(64):
                 out[i] = convert(x[start - first + i]) if start + i < last else _F32(0)
 

@@ -301,7 +301,7 @@ def _halves(*spans: tuple[int, int]) -> tuple[int, ...]:
 
 @kernel
 def _sixes(words):  # type: ignore[no-untyped-def]
-    """Q6_K: of each 3 x 4 words, which are bit pairs, nibbles of columns c and c + 64, and of c + 32 and c + 96."""
+    """Q6_K: 4 words of bit pairs, 4 of nibbles of columns c and c + 64, and 4 of c + 32 and c + 96 to its 3 x 4."""
     for group, record, quarter, j in np.ndindex(len(words), words.shape[1], 4, 4):
         three = words[group, record, 5 + 12 * quarter + j :: 4]
         for lane in range(ROWS):
