@@ -187,10 +187,8 @@ def put_results(rows, begin, end, kv_head, out):  # type: ignore[no-untyped-def]
     """The results of a tile on one kv-head to out float32[T, H, C]."""
     group = rows.shape[1] // TILE_TOKENS
     for token in range(begin, end):
-        for head in range(group):
-            row, query = (token - begin) * group + head, kv_head * group + head
-            for channel in range(out.shape[2]):
-                out[token, query, channel] = rows[1, row, channel]
+        row = (token - begin) * group
+        out[token, kv_head * group : (kv_head + 1) * group] = rows[1, row : row + group]
 
 
 @kernel
