@@ -265,7 +265,7 @@ def test_rounding_is_that_of_quants(kind: str) -> None:
         values, found = parts[..., :256], parts[..., 336:340].copy().view(np.float32)
         sums = parts[..., 256:288].copy().view(np.int16)
         np.testing.assert_array_equal(sums.ravel(), quants.reshape(-1, 16).astype(int).sum(1))
-        low, high = np.moveaxis(sums.reshape(-1, 2, 2).astype(np.int64).reshape(-1, 2, 2), 1, 0)
+        low, high = np.moveaxis(sums.astype(np.int64).reshape(-1, 2, 2), 1, 0)
         starts = parts[..., 288:320].copy().view(np.uint32)
         np.testing.assert_array_equal(starts.ravel(), ((2**15 - 32 * (low + 2**16 * high)) % 2**32).ravel())
         sums = parts[..., 320:336].copy().view(np.int16)
